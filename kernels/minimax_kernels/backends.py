@@ -1,0 +1,55 @@
+"""Which backend runs: the only place that asks what device and type there are.
+
+`reference` is the definition, `chunked` plain PyTorch by blocks, `triton` the Hopper kernels.
+A backend asked for by name runs or raises; only "auto" chooses.
+"""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Backend = Literal["auto", "reference", "chunked", "triton"]
+NAMES = ("reference", "chunked", "triton")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@cache
+def has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interpreting() -> bool:
+    """Whether Triton runs its kernels in its own interpreter, on the CPU."""
+    if not has_triton():
+        return False
+    from triton import knobs
+
+    return bool(knobs.runtime.interpret)
+
+
+def available() -> list[str]:
+    """Backends that can run on this machine."""
+    triton = has_triton() and (torch.cuda.is_available() or _interpreting())
+    return [name for name in NAMES if name != "triton" or triton]
+
+
+def choose(backend: str, x: Tensor) -> str:
+    """The backend that will work on `x`; "auto" takes `triton` for what lies on a GPU, else `chunked`."""
+    if backend == "auto":
+        return "triton" if x.is_cuda and has_triton() and x.dtype in TRITON_DTYPES else "chunked"
+    if backend not in NAMES:
+        raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
+    if backend == "triton":
+        if not has_triton():
+            raise ValueError("backend 'triton' needs the package triton: pip install 'minimax-hybrid[triton]'")
+        if not (x.is_cuda or _interpreting()):
+            raise ValueError(
+                f"backend 'triton' needs tensors on a GPU, got {x.device}; move them, use backend='chunked', "
+                "or run Triton's interpreter with TRITON_INTERPRET=1"
+            )
+        if x.dtype not in TRITON_DTYPES:
+            raise ValueError(f"backend 'triton' takes {list(TRITON_DTYPES)}, got {x.dtype}; use backend='chunked'")
+    return backend

@@ -1,0 +1,34 @@
+"""Lightning attention token by token: the definition every other backend is held to.
+
+    state[t] = exp(log_decay) * state[t-1] + outer(k[t], v[t])
+    out[t]   = q[t] @ state[t]
+"""
+
+import torch
+from torch import Tensor
+
+
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Shapes and rules as in `interface.lightning_attention`; `state` (S, H, Dk, Dv) has the working type."""
+    if cu_seqlens is None:
+        return _run(q, k, v, log_decay, state)
+    bounds = cu_seqlens.tolist()
+    outs, states = [], []
+    for s, (start, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        out, last = _run(q[:, start:end], k[:, start:end], v[:, start:end], log_decay, state[s : s + 1])
+        outs.append(out)
+        states.append(last)
+    outs.append(torch.zeros_like(v[:, bounds[-1] :]))
+    return torch.cat(outs, dim=1), torch.cat(states) if states else state
+
+
+def _run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    decay = log_decay.to(state.dtype).exp()[:, None, None]
+    outs = []
+    for t in range(q.shape[1]):
+        q_t, k_t, v_t = (x[:, t].to(state.dtype) for x in (q, k, v))  # (B, H, D)
+        state = decay * state + k_t[..., :, None] * v_t[..., None, :]
+        outs.append((q_t[..., None, :] @ state).squeeze(-2))
+    return torch.stack(outs, dim=1).to(v.dtype) if outs else torch.zeros_like(v), state
