@@ -1,0 +1,131 @@
+"""The least time a decode step or a prefill can take on a device.
+
+    seconds = max(FLOPs / peak FLOP/s, bytes moved / bandwidth)
+
+A bound, not a forecast: several devices divide both terms and their communication is free. Data-sheet
+figures for the GPUs (dense, SXM); `this_cpu()` measures the machine it runs on.
+"""
+
+import platform
+import time
+from dataclasses import dataclass
+
+import torch
+
+from .config import MiniMaxM1Config
+from .cost import OPEN_BLOCK, cache_bytes, flops, itemsize, parameters, weight_bytes
+
+
+@dataclass(frozen=True)
+class Device:
+    """A machine as the roofline sees it."""
+
+    name: str
+    flops_per_second: dict[str, float]  # by type
+    bytes_per_second: float
+    memory: float  # bytes
+
+    def peak(self, dtype: str) -> float:
+        if dtype not in self.flops_per_second:
+            known = sorted(self.flops_per_second)
+            raise ValueError(f"no peak is known for {dtype} on {self.name}; use one of {known}")
+        return self.flops_per_second[dtype]
+
+
+_HOPPER = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}
+DEVICES = {
+    "H100": Device("H100", _HOPPER, 3.35e12, 80e9),
+    "H800": Device("H800", _HOPPER, 3.35e12, 80e9),  # an H100 with slower links between devices
+    "H200": Device("H200", _HOPPER, 4.8e12, 141e9),
+}
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Least seconds of arithmetic and of memory traffic; the longer one is the roofline's time."""
+
+    compute: float
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self.compute, self.memory)
+
+    @property
+    def limit(self) -> str:
+        return "compute" if self.compute >= self.memory else "memory"
+
+
+def decode_bound(
+    config: MiniMaxM1Config, length: int, device: Device, *,
+    batch: int = 1, devices: int = 1, dtype: str = "bfloat16",
+) -> Bound:
+    """One token for each of `batch` sequences that hold `length` tokens.
+
+    Read once: every weight but the embedding table, and of the experts those that `batch` tokens reach in the
+    mean under even routing, E (1 - (1 - A/E)^batch). Per sequence: keys and values, states, half an open block
+    (its mean filling), and the states written back once in a block.
+    """
+    counts, E, A = parameters(config), config.num_local_experts, config.num_experts_per_tok
+    experts = counts.components["moe_experts"]
+    fixed = counts.active_with_head - counts.active_components["moe_experts"]
+    weights = (fixed + experts * (1 - (1 - A / E) ** batch)) * itemsize(dtype)
+    cache = cache_bytes(config, length, dtype=dtype)
+    sequence = cache.total + cache.open_block / 2 + cache.state / OPEN_BLOCK
+    return Bound(
+        compute=batch * flops(config, length, "decode").total / device.peak(dtype) / devices,
+        memory=(weights + batch * sequence) / device.bytes_per_second / devices,
+    )
+
+
+def prefill_bound(
+    config: MiniMaxM1Config, length: int, device: Device, *,
+    batch: int = 1, devices: int = 1, dtype: str = "bfloat16",
+) -> Bound:
+    """`length` tokens of each of `batch` prompts: the weights are read once and the caches written once."""
+    moved = weight_bytes(config, dtype) + batch * cache_bytes(config, length, dtype=dtype).total
+    return Bound(
+        compute=batch * length * flops(config, length, "prefill").total / device.peak(dtype) / devices,
+        memory=moved / device.bytes_per_second / devices,
+    )
+
+
+def this_cpu(*, size: int = 1536, repeats: int = 5) -> Device:
+    """This machine, measured in about two seconds: square matrix products, a copy larger than its caches."""
+    rates = {}
+    for dtype in ("float32", "bfloat16"):
+        a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
+        rates[dtype] = 2 * size**3 / _fastest(lambda a=a, b=b: a @ b, repeats)
+    source = torch.ones(2**26, dtype=torch.float32)
+    target = torch.empty_like(source)
+    bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source), repeats)
+    return Device(cpu_name(), rates, bandwidth, _total_memory())
+
+
+def cpu_name() -> str:
+    """The processor's name and the threads torch uses of it."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as lines:
+            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {torch.get_num_threads()} threads"
+
+
+def _fastest(work, repeats: int) -> float:
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
+def _total_memory() -> float:
+    try:
+        with open("/proc/meminfo") as lines:
+            return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
+    except (OSError, StopIteration):
+        return float("nan")
