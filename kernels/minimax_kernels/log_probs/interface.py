@@ -1,0 +1,81 @@
+"""`token_log_probs`: the public function, its checks, and the rows that count."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from .chunked import Chunks, TokenLogProbs
+from .logits import check_head
+from .reference import IGNORED
+
+
+def token_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    row_chunk: int = 1024,
+    vocab_chunk: int = 8192,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Log-probabilities of given tokens under the head's distribution, without the full logits.
+
+        log_prob = log_softmax(hidden @ weight.T / temperature)[target]
+
+    Differentiable in hidden and weight, through both results. Arithmetic is float32 whatever the types (float64 if
+    either input is), under autocast too. Beside results and gradients, forward and backward hold about two chunks
+    of logits, row_chunk x vocab_chunk x 4 bytes each, one chunk of weight in float32, and hidden's gradient in float32.
+
+    Args:
+        hidden: (..., M); entry i predicts targets[i], so the caller has shifted.
+        weight: (V, M), the head.
+        targets: (...) int64 in [0, V), or -100: log-prob and entropy 0, no gradient, and no work.
+        temperature: what the logits are divided by; above 0.
+        entropy: also return the entropy of the distribution, in nats.
+        row_chunk, vocab_chunk: rows and columns of a chunk of logits.
+
+    Returns:
+        log-probabilities (...) float32; with `entropy`, a pair of them and the entropies (...).
+
+    Raises:
+        ValueError: shapes or types that do not fit, a target outside the vocabulary, a temperature not above 0.
+    """
+    _check(hidden, weight, targets, temperature, row_chunk, vocab_chunk)
+    rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    kept = (flat != IGNORED).nonzero()[:, 0]
+    every = len(kept) == len(flat)
+    chunks = Chunks(temperature, row_chunk, vocab_chunk)
+    results = TokenLogProbs.apply(
+        rows if every else rows[kept], weight, flat if every else flat[kept], chunks, entropy
+    )
+    log_probs, entropies = (x if x is None or every else _spread(x, kept, len(flat)) for x in results)
+    if not entropy:
+        return log_probs.view(targets.shape)
+    return log_probs.view(targets.shape), entropies.view(targets.shape)
+
+
+def _spread(x: Tensor, kept: Tensor, N: int) -> Tensor:
+    return x.new_zeros(N).index_put((kept,), x)
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, row_chunk: int, vocab_chunk: int
+) -> None:
+    check_head(hidden, weight)
+    if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
+        raise ValueError(
+            f"targets must be {tuple(hidden.shape[:-1])} int64 on {hidden.device}, one for each row of hidden, got "
+            f"{tuple(targets.shape)} {targets.dtype} on {targets.device}"
+        )
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be finite and above 0, got {temperature}; greedy has no log-probabilities")
+    if row_chunk < 1 or vocab_chunk < 1:
+        raise ValueError(f"chunks must be at least 1, got row_chunk {row_chunk} and vocab_chunk {vocab_chunk}")
+    V = len(weight)
+    outside = targets[((targets < 0) | (targets >= V)) & (targets != IGNORED)]
+    if len(outside):
+        raise ValueError(
+            f"targets must lie in [0, {V}) or be {IGNORED} (ignored), got {outside[0].item()} in {len(outside)} place(s)"
+        )
