@@ -62,9 +62,9 @@ def decode_bound(
 ) -> Bound:
     """One token for each of `batch` sequences that hold `length` tokens.
 
-    Read once: every weight but the embedding table, and of the experts those that `batch` tokens reach in the
-    mean under even routing, E (1 - (1 - A/E)^batch). Per sequence: keys and values, states, half an open block
-    (its mean filling), and the states written back once in a block.
+    Read once: every weight but the embedding table, and of the experts those that `batch` tokens reach in
+    the mean under even routing, E (1 - (1 - A/E)^batch). Per sequence: keys and values, states, half an open
+    block (its mean filling), and the states written back once in a block.
     """
     counts, E, A = parameters(config), config.num_local_experts, config.num_experts_per_tok
     experts = counts.components["moe_experts"]
