@@ -1,0 +1,399 @@
+"""The model, from tokens to logits: seven lightning-attention blocks, then one softmax block, each with its experts.
+
+    x = embedding(tokens)
+    for every layer:
+        h = norm1(x);  x = alpha * (h or x) + beta * attention(h)        lightning or softmax
+        h = norm2(x);  x = alpha * (h or x) + beta * experts(h)
+    logits = head(norm(x))                                              in float32
+
+Shapes: B batch, T positions, M model width, E experts, A experts per token, L layers, V vocabulary.
+(M1 report, section 2; released modeling file.)
+"""
+
+from typing import Any
+
+import torch
+from minimax_kernels import token_log_probs
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import can_return_tuple
+
+from . import loading
+from .cache import HybridCache
+from .compat import CACHE_NAME, MASK_CACHE_NAME, HybridCausalLMOutput, HybridModelOutput
+from .config import LIGHTNING, MiniMaxM1Config, MiniMaxText01Config
+from .experts import Experts, MixtureOfExperts, Router, SharedExpert, load_balancing_loss, mix_shared
+from .generation import HybridGenerationMixin
+from .layers import RMSNorm, RotaryEmbedding, weighted_residual
+from .lightning_attention import LightningAttention
+from .lm_head import LMHead
+from .sequences import Sequences, find_sequences
+from .softmax_attention import SoftmaxAttention
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Attention of the layer's kind, then the experts, each with a norm before it and a weighted residual."""
+
+    def __init__(self, config: MiniMaxM1Config, layer_idx: int):
+        super().__init__()
+        self.is_lightning = config.attn_type_list[layer_idx] == LIGHTNING
+        self.postnorm = config.postnorm
+        attention = LightningAttention if self.is_lightning else SoftmaxAttention
+        kind = "linear" if self.is_lightning else "full"
+        self.attention_factors = {
+            name: getattr(config, f"layernorm_{kind}_attention_{name}") for name in ("alpha", "beta")
+        }
+        self.mlp_factors = {name: getattr(config, f"layernorm_mlp_{name}") for name in ("alpha", "beta")}
+        self.self_attn = attention(config, layer_idx)
+        self.block_sparse_moe = MixtureOfExperts(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.shared_intermediate_size > 0:
+            self.shared_mlp = SharedExpert(config)
+            self.coefficient = nn.Linear(config.hidden_size, 1, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        chosen_experts: Tensor | None = None,
+        cache: HybridCache | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Output (B, T, M), the router's logits (B * T, E), and attention weights where the layer has any."""
+        h = self.input_layernorm(x)
+        weights = None
+        if self.is_lightning:
+            branch = self.self_attn(h, sequences, cache)
+        else:
+            branch, weights = self.self_attn(h, sequences, cache, rotary=rotary, attention_mask=attention_mask)
+        x = weighted_residual(h if self.postnorm else x, branch, **self.attention_factors)
+        h = self.post_attention_layernorm(x)
+        branch, router_logits = self.block_sparse_moe(h, chosen_experts)
+        if hasattr(self, "shared_mlp"):
+            branch = mix_shared(branch, self.shared_mlp(h), h, self.coefficient.weight)
+        return weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors), router_logits, weights
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know about the model."""
+
+    config_class = MiniMaxM1Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["block_sparse_moe.gate"]  # the release stores its routers in float32
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights of `initializer_range`; no embedding row is zero, not even the padding token's (a zero
+        vector multiplies gradients by 1/sqrt(eps) in every norm and overflows float32 within eight layers)."""
+        std = self.config.initializer_range
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding, Router)):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, Experts):
+            nn.init.normal_(module.gate_up_proj, std=std)
+            nn.init.normal_(module.down_proj, std=std)
+
+    @classmethod
+    def from_pretrained(cls, path: str, *args: Any, strict: bool = True, **kwargs: Any) -> "HybridPreTrainedModel":
+        """Load a checkpoint in the published layout, sharded or not.
+
+        With `strict`, names and shapes are compared from the shard headers before anything is loaded.
+
+        Raises:
+            ValueError: tensors that are missing, unexpected or of another shape, each with its file and shapes.
+            FileNotFoundError: weights or shards that are not there.
+        """
+        return loading.load(cls, super().from_pretrained, path, args, kwargs, strict=strict)
+
+
+class MiniMaxM1Model(HybridPreTrainedModel):
+    """Tokens (B, T) to hidden states (B, T, M) after the final norm."""
+
+    def __init__(self, config: MiniMaxM1Config):
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_emb = RotaryEmbedding(config.rotary_dim, config.rope_theta)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        cache: HybridCache | None = None,
+        routed_experts: Tensor | None = None,
+        **kwargs: Any,
+    ) -> HybridModelOutput:
+        """Run the stack.
+
+        Args:
+            input_ids: (B, T) tokens, or `inputs_embeds` (B, T, M) in their place.
+            attention_mask: (B, past + T), 0 at padding, wherever it lies.
+            position_ids: (B, T); where they restart and no mask hides anything, rows hold packed documents.
+            cache (or past_key_values): continue what it holds; made here if `use_cache` and none is given.
+            routed_experts: (B, T, L, A) experts to use instead of the router's own choice.
+
+        Returns:
+            `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final norm;
+            `router_logits` are L tensors (B * T, E); `attentions` have None in lightning layers.
+        """
+        cache = _one_cache(cache, past_key_values)
+        x = self._embed(input_ids, inputs_embeds)
+        B, T, _ = x.shape
+        use_cache = self._wants_cache(use_cache, cache)
+        if use_cache and cache is None:
+            cache = HybridCache(self.config)
+        cache = cache if use_cache else None
+        chosen = self._replayed(routed_experts, B, T)
+        sequences = find_sequences(
+            B, T, attention_mask=attention_mask, position_ids=position_ids, cache=cache, device=x.device
+        )
+        shared = dict(
+            rotary=self.rotary_emb(sequences.position_ids), attention_mask=self._causal_mask(x, sequences, cache)
+        )
+        record = {
+            name: [] if _asked(given, getattr(self.config, f"output_{name}")) else None
+            for name, given in (
+                ("hidden_states", output_hidden_states),
+                ("attentions", output_attentions),
+                ("router_logits", output_router_logits),
+            )
+        }
+        for i, layer in enumerate(self.layers):
+            _note(record, hidden_states=x)
+            x, logits, weights = layer(x, sequences, chosen_experts=chosen[i], cache=cache, **shared)
+            _note(record, router_logits=logits, attentions=weights)
+        x = self.norm(x)
+        _note(record, hidden_states=x)
+        if cache is not None:
+            cache.note(sequences)
+        recorded = {name: None if values is None else tuple(values) for name, values in record.items()}
+        return HybridModelOutput(last_hidden_state=x, **recorded, **{CACHE_NAME: cache})
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids must be (batch, positions), got {tuple(input_ids.shape)}")
+        rows = self.embed_tokens.num_embeddings
+        if input_ids.device.type == "cpu" and input_ids.numel() and not 0 <= input_ids.min() <= input_ids.max() < rows:
+            wrong = input_ids[(input_ids < 0) | (input_ids >= rows)][0]
+            raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {rows}; check the tokenizer")
+        return self.embed_tokens(input_ids)
+
+    def _wants_cache(self, use_cache: bool | None, cache: HybridCache | None) -> bool:
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            return False  # a checkpointed layer runs twice and would enter the cache twice
+        if cache is not None and not isinstance(cache, HybridCache):
+            raise ValueError(
+                f"the cache is a {type(cache).__name__}, and lightning layers need a HybridCache(model.config)"
+            )
+        return _asked(use_cache, self.config.use_cache)
+
+    def _replayed(self, routed_experts: Tensor | None, B: int, T: int) -> list[Tensor | None]:
+        """The given experts of each layer, (N, A); None where routers choose."""
+        L, A = self.config.num_hidden_layers, self.config.num_experts_per_tok
+        if routed_experts is None:
+            return [None] * L
+        if routed_experts.shape != (B, T, L, A):
+            raise ValueError(
+                f"routed_experts must be (B, T, L, A) = {(B, T, L, A)}, got {tuple(routed_experts.shape)}; replay needs "
+                "the routing of exactly these positions"
+            )
+        return list(routed_experts.long().reshape(B * T, L, A).unbind(1))
+
+    def _causal_mask(self, x: Tensor, sequences: Sequences, cache: HybridCache | None) -> Tensor | None:
+        """The mask of softmax layers, in the form that the chosen attention takes."""
+        packed = sequences.cu_seqlens is not None
+        past = None if packed or cache is None else cache  # packed rows begin with an empty cache
+        return create_causal_mask(
+            config=self.config,
+            inputs_embeds=x,
+            attention_mask=None if sequences.history is None else sequences.history.long(),
+            position_ids=sequences.position_ids if packed else None,
+            **{MASK_CACHE_NAME: past},
+        )
+
+
+class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, GenerationMixin):
+    """The language model: next-token logits in float32, loss, and log-probabilities of given tokens."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: MiniMaxM1Config):
+        super().__init__(config)
+        self.model = MiniMaxM1Model(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size, head_dtype=config.head_dtype)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: HybridCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        cache: HybridCache | None = None,
+        routed_experts: Tensor | None = None,
+        **kwargs: Any,
+    ) -> HybridCausalLMOutput:
+        """Logits (B, T, V), the last `logits_to_keep` of them if that is above 0, in `config.head_dtype`.
+
+        Args (beyond `MiniMaxM1Model.forward`):
+            labels: (B, T), -100 where nothing is to be learnt; shifted here. The loss is the mean, or the sum over
+                `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef` times the load-balancing
+                loss if router logits are asked for.
+        """
+        wants_router = _asked(output_router_logits, self.config.output_router_logits)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            cache=_one_cache(cache, past_key_values),
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            output_router_logits=wants_router,
+            routed_experts=routed_experts,
+        )
+        hidden = outputs.last_hidden_state
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
+        logits = self.lm_head(hidden[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept])
+        loss = aux_loss = None
+        if labels is not None:
+            # the first token of a document has nothing to be predicted from
+            sequences = _sequences_of(labels, attention_mask, position_ids)
+            labels = labels.masked_fill(~_has_predecessor(sequences), -100)
+            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+        if wants_router:
+            real = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :]
+            aux_loss = load_balancing_loss(outputs.router_logits, self.config.num_experts_per_tok, real)
+            if labels is not None:
+                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+        return HybridCausalLMOutput(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            **{CACHE_NAME: outputs.cache},
+        )
+
+    def log_probs(
+        self,
+        input_ids: Tensor,
+        *,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        routed_experts: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """log p(token t | tokens before it), (B, T) float32, without a tensor over the vocabulary.
+
+        Differentiable. Over the full vocabulary at the given sampling temperature. 0 where nothing precedes a token
+        (the first of a sequence or packed document) and at padding.
+
+        Args:
+            input_ids: (B, T); attention_mask, position_ids, routed_experts: as in the forward pass.
+            entropy: return the entropy (B, T) of each distribution as well, in nats.
+        """
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            routed_experts=routed_experts,
+            use_cache=False,
+        )
+        scored = _has_predecessor(_sequences_of(input_ids, attention_mask, position_ids))  # (B, T)
+        targets = torch.where(scored, input_ids, -100)[:, 1:]
+        hidden = outputs.last_hidden_state[:, :-1]
+        results = token_log_probs(hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy)
+        results = results if entropy else (results,)
+        shifted = tuple(nn.functional.pad(x * scored[:, 1:], (1, 0)) for x in results)
+        return shifted if entropy else shifted[0]
+
+
+class MiniMaxText01ForCausalLM(MiniMaxM1ForCausalLM):
+    """The same model under the name of the earlier release."""
+
+    config_class = MiniMaxText01Config
+
+
+class MiniMaxText01Model(MiniMaxM1Model):
+    """The stack under the name of the earlier release."""
+
+    config_class = MiniMaxText01Config
+
+
+def _note(record: dict[str, list | None], **values: Any) -> None:
+    for name, value in values.items():
+        if record[name] is not None:
+            record[name].append(value)
+
+
+def _asked(given: bool | None, configured: bool | None) -> bool:
+    return bool(configured if given is None else given)
+
+
+def _one_cache(cache: HybridCache | None, past_key_values: HybridCache | None) -> HybridCache | None:
+    """The cache under whichever of its two names it came."""
+    if cache is not None and past_key_values is not None and cache is not past_key_values:
+        raise ValueError("cache and past_key_values are two names of one argument; give one of them")
+    return past_key_values if cache is None else cache
+
+
+def _sequences_of(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Sequences:
+    """The sequences in rows of tokens (B, T) that continue nothing; a mask over cached positions too is cut."""
+    B, T = tokens.shape
+    mask = None if attention_mask is None else attention_mask[:, -T:]
+    return find_sequences(
+        B, T, attention_mask=mask, position_ids=position_ids, cache=None, device=tokens.device
+    )
+
+
+def _has_predecessor(sequences: Sequences) -> Tensor:
+    """(B, T) bool: positions that hold a token with another one of the same document before it."""
+    ids = sequences.position_ids
+    if sequences.real is not None:
+        return sequences.real & (sequences.real.long().cumsum(-1) > 1)
+    follows = torch.ones_like(ids, dtype=torch.bool)
+    follows[:, 0] = False
+    if sequences.cu_seqlens is not None:
+        follows.view(-1)[sequences.cu_seqlens[:-1].long()] = False
+    return follows

@@ -1,0 +1,136 @@
+"""Where the sequences lie in the rows of one call: which positions are real, and where documents begin.
+
+A mask that contains zeros means padding. Position ids that restart mean packed documents, but only without such a
+mask: the padded rows of `generate` restart too. Both become the operator's `cu_seqlens`, here and nowhere else.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from minimax_kernels import lightning_attention, pack, unpack
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .cache import HybridCache
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The positions of one call, T new ones after `past` cached ones.
+
+    real: (B, T) bool, which new positions hold a token; None if all do.
+    history: (B, past + T) bool, the same with the cached positions in front; None if all do.
+    cu_seqlens: (S + 1,) int32 bounds of packed documents in the flattened rows (B * T); None if not packed.
+    position_ids: (B, T), from 0 at the first token of each document.
+    """
+
+    position_ids: Tensor
+    real: Tensor | None = None
+    history: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def last_document(self) -> Tensor:
+        """(B, T) bool, the positions of each row's last packed document."""
+        B, T = self.position_ids.shape
+        row = torch.arange(B * T, device=self.position_ids.device).view(B, T)
+        starts = self.cu_seqlens[:-1].long()
+        last = starts[torch.searchsorted(starts, row[:, -1], right=True) - 1]  # (B,)
+        return row >= last[:, None]
+
+
+def find_sequences(
+    B: int,
+    T: int,
+    *,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    cache: "HybridCache | None",
+    device: torch.device,
+) -> Sequences:
+    """Read the caller's mask (B, past + T) and position ids (B or 1, T); raise a ValueError where they do not fit."""
+    past = cache.get_seq_length() if cache is not None else 0
+    history = _history(B, past, T, attention_mask, cache)
+    position_ids = _positions(B, past, T, position_ids, history, device)
+    real = None
+    if history is not None:
+        real = history[:, past:]
+        real = None if bool(real.all()) else real
+        return Sequences(position_ids, real, history)
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    if T < 2 or not bool(starts.any()):
+        return Sequences(position_ids)
+    if past:
+        raise ValueError(
+            f"position_ids restart (packed documents) and the cache holds {past} positions; packed rows start with "
+            "an empty cache, and a document is continued with positions that follow it"
+        )
+    first = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1).flatten().nonzero().squeeze(1)
+    bounds = torch.cat([first, first.new_tensor([B * T])]).to(torch.int32)
+    return Sequences(position_ids, cu_seqlens=bounds)
+
+
+def padded_lightning_attention(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mask: Tensor | None, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """`lightning_attention` over a padded batch: rows that `mask` (B, T) hides neither fade nor feed the memory.
+
+    The real rows of each sequence are packed, so blocks count from its first token wherever the padding lies.
+    """
+    if mask is None:
+        return lightning_attention(q, k, v, log_decay, state=state)
+    (q, cu_seqlens), (k, _), (v, _) = (pack(x, mask) for x in (q, k, v))
+    out, state = lightning_attention(q, k, v, log_decay, state=state, cu_seqlens=cu_seqlens)
+    return unpack(out, mask), state
+
+
+def _history(
+    B: int, past: int, T: int, attention_mask: Tensor | None, cache: "HybridCache | None"
+) -> Tensor | None:
+    """(B, past + T) bool, or None where every position is real."""
+    remembered = cache.history if cache is not None else None  # (B, past) or None
+    if attention_mask is None:
+        if remembered is None:
+            return None
+        return torch.cat([remembered, remembered.new_ones(B, T)], dim=1)
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must be (batch, positions) with 1 at real tokens, got {tuple(attention_mask.shape)}; "
+            "lightning layers see everything before a token, so other patterns cannot be honoured"
+        )
+    if attention_mask.shape != (B, past + T):
+        raise ValueError(
+            f"attention_mask must be {(B, past + T)}: {past} cached and {T} new positions, got "
+            f"{tuple(attention_mask.shape)}"
+        )
+    history = attention_mask.bool()
+    if bool(history.all()):
+        history = None
+    if past and not _equal(remembered, None if history is None else history[:, :past]):
+        raise ValueError(
+            "attention_mask hides other cached positions than the mask they were computed with; pass the same mask, "
+            "grown by the new positions"
+        )
+    return history
+
+
+def _equal(remembered: Tensor | None, given: Tensor | None) -> bool:
+    if remembered is None or given is None:
+        hidden = remembered if given is None else given
+        return hidden is None or bool(hidden.all())
+    return torch.equal(remembered, given)
+
+
+def _positions(
+    B: int, past: int, T: int, position_ids: Tensor | None, history: Tensor | None, device: torch.device
+) -> Tensor:
+    if position_ids is not None:
+        if position_ids.ndim == 1:
+            position_ids = position_ids[None]
+        if position_ids.shape[-1] != T or position_ids.shape[0] not in (1, B):
+            raise ValueError(f"position_ids must be {(B, T)}, got {tuple(position_ids.shape)}")
+        return position_ids.expand(B, T)
+    if history is None:
+        return torch.arange(past, past + T, device=device).expand(B, T)
+    return (history.long().cumsum(-1) - 1).clamp(min=0)[:, past:]

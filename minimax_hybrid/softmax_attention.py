@@ -1,0 +1,65 @@
+"""The softmax attention layer: grouped-query, causal, rotary on the leading dimensions of a head.
+
+The attention itself is transformers' (`sdpa`, `eager`, `flash_attention_2`, `flex_attention`), chosen by
+`config._attn_implementation`.
+"""
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.minimax.modeling_minimax import eager_attention_forward
+
+from .cache import HybridCache
+from .config import MiniMaxM1Config
+from .layers import rotate
+from .sequences import Sequences
+
+
+class SoftmaxAttention(nn.Module):
+    """Input (B, T, M); output (B, T, M) and, with `eager`, the weights (B, H, T, past + T)."""
+
+    is_causal = True
+
+    def __init__(self, config: MiniMaxM1Config, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        M, D = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(M, config.num_attention_heads * D, bias=False)
+        self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=False)
+        self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        sequences: Sequences,
+        cache: HybridCache | None,
+        *,
+        rotary: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        B, T, _ = x.shape
+        q, k, v = (
+            project(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )  # (B, H, T, D)
+        q, k = rotate(q, *rotary), rotate(k, *rotary)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer_idx)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attention(
+            self,
+            q,
+            k,
+            v,
+            attention_mask,
+            dropout=self.config.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            # flash attention finds packed documents by them; the others have a mask
+            position_ids=sequences.position_ids if sequences.cu_seqlens is not None else None,
+        )
+        return self.o_proj(out.reshape(B, T, -1)), weights
