@@ -1,13 +1,14 @@
 """What generation remembers: keys and values in softmax layers, a fading memory in lightning layers.
 
-A lightning layer holds each sequence's state at a block boundary (64 positions, counted from the sequence's own
-first token) and the k, v rows since. With 150 tokens seen and nothing to take back:
+A lightning layer holds each sequence's state at a block boundary (64 positions, counted from the sequence's
+own first token) and the k, v rows since. With 150 tokens seen and nothing to take back:
 
     tokens   0 ........ 63 | 64 ....... 127 | 128 ... 149
     cache                            state ^ | 22 rows
 
-The next token is computed by replaying the open block, so it has the bits of one forward over everything. A full
-block is folded into the state at the start of the next call, so the last call can be taken back exactly (`crop`).
+The next token is computed by replaying the open block, so it has the bits of one forward over everything. A
+full block is folded into the state at the start of the next call, so the last call can be taken back exactly
+(`crop`).
 """
 
 import torch
@@ -26,8 +27,9 @@ class HybridCache(Cache):
 
     Args:
         config: the model's.
-        rows_kept: how far back `crop` reaches at least, in tokens, if the last call had that many. Every call keeps
-            its own rows up to this number; more would cost a long prompt more memory than softmax layers do.
+        rows_kept: how far back `crop` reaches at least, in tokens, if the last call had that many. Every call
+            keeps its own rows up to this number; more would cost a long prompt more memory than softmax
+            layers do.
 
     `history` is (B, length) bool with the padding seen so far, None if there was none.
     """
@@ -51,7 +53,8 @@ class HybridCache(Cache):
             self.history = sequences.history
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last positions: a negative number of them, or (as older callers do) the length to keep.
+        """Take back the last positions: a negative number of them, or (as older callers do) the length to
+        keep.
 
         Raises:
             ValueError: a lightning layer no longer holds the rows; nothing is changed.
@@ -88,7 +91,8 @@ class HybridCache(Cache):
 
 
 class SoftmaxLayer(DynamicLayer):
-    """Keys and values (B, Hkv, T, D), written into room that grows by a quarter instead of copied at each token."""
+    """Keys and values (B, Hkv, T, D), written into room that grows by a quarter instead of copied at each
+    token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +108,9 @@ class SoftmaxLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         if not self._has_room(held + new):
             room = held + new + (held + new) // 4 * (held > 0) + BLOCK
-            self._room = tuple(x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (key_states, value_states))
+            self._room = tuple(
+                x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (key_states, value_states)
+            )
             if held:
                 self._room[0][:, :, :held] = self.keys
                 self._room[1][:, :, :held] = self.values
@@ -125,7 +131,9 @@ class SoftmaxLayer(DynamicLayer):
         if self._room is None:
             return False
         inside = self.keys.numel() == 0 or self.keys.data_ptr() == self._room[0].data_ptr()
-        return inside and self.keys.shape[0] in (0, self._room[0].shape[0]) and length <= self._room[0].shape[2]
+        return (
+            inside and self.keys.shape[0] in (0, self._room[0].shape[0]) and length <= self._room[0].shape[2]
+        )
 
 
 class LightningLayer(CacheLayerMixin):
@@ -151,10 +159,9 @@ class LightningLayer(CacheLayerMixin):
         self._plain = 0  # trailing positions at which every sequence has a token
         self._last_real: Tensor | None = None  # the last call's mask, if it had padding
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, real: Tensor | None
-    ) -> Tensor:
-        """Outputs (B, T, H, Dv) of T new positions; the memory advances over those that `real` (B, T) shows."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, real: Tensor | None) -> Tensor:
+        """Outputs (B, T, H, Dv) of T new positions; the memory advances over those that `real` (B, T)
+        shows."""
         if not self.is_initialized:
             self._start(q, k, v, log_decay)
         if len(self.counts) != len(q):
@@ -164,7 +171,14 @@ class LightningLayer(CacheLayerMixin):
         differentiate = torch.is_grad_enabled() and (q.requires_grad or self.state.requires_grad)
         if q.shape[1] == 1 and real is None and not differentiate:
             out = lightning_decode(
-                q, k, v, log_decay, state=self.state, k_rows=self.k_rows, v_rows=self.v_rows, counts=self.counts
+                q,
+                k,
+                v,
+                log_decay,
+                state=self.state,
+                k_rows=self.k_rows,
+                v_rows=self.v_rows,
+                counts=self.counts,
             )
         else:
             out = self._extend(q, k, v, real)
@@ -182,8 +196,9 @@ class LightningLayer(CacheLayerMixin):
         if remove > self.length or bool((self._rows_of_last(remove) > self.counts).any()):
             held = self.length if not self.is_initialized else int(self.counts.min())
             raise ValueError(
-                f"cannot take back {remove} positions: a lightning layer holds the rows of the last {held}, older ones "
-                f"are folded into its state; build HybridCache with a larger rows_kept, or compute the prompt anew"
+                f"cannot take back {remove} positions: a lightning layer holds the rows of the last {held}, older "
+                "ones are folded into its state; build HybridCache with a larger rows_kept, or compute the "
+                "prompt anew"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -255,11 +270,16 @@ class LightningLayer(CacheLayerMixin):
         """The state after the first counts (B,) rows."""
         held = counts.tolist()
         k, v = k_rows[:, : max(held)], v_rows[:, : max(held)]
-        mask = None if min(held) == max(held) else torch.arange(max(held), device=counts.device) < counts[:, None]
+        mask = (
+            None
+            if min(held) == max(held)
+            else torch.arange(max(held), device=counts.device) < counts[:, None]
+        )
         return padded_lightning_attention(k, k, v, self.log_decay, mask=mask, state=self.state)[1]
 
     def _extend(self, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None) -> Tensor:
-        """Run the operator over the open block's rows and the new ones; keep the rows since a block boundary."""
+        """Run the operator over the open block's rows and the new ones; keep the rows since a block
+        boundary."""
         held = self.counts.tolist()
         if real is None and min(held) == max(held):
             return self._extend_together(q, k, v, held[0])
@@ -324,7 +344,8 @@ class LightningLayer(CacheLayerMixin):
             self._last_real = real
 
     def _rows_of_last(self, remove: int) -> Tensor:
-        """How many rows (B,) the last `remove` positions hold; more than any sequence has if that is not known."""
+        """How many rows (B,) the last `remove` positions hold; more than any sequence has if that is not
+        known."""
         if not self.is_initialized:
             return torch.zeros(1, dtype=torch.int64)
         if remove <= self._plain:
@@ -344,7 +365,8 @@ class LightningLayer(CacheLayerMixin):
 
 
 def _take_rows(rows: Tensor, first: Tensor, number: int) -> Tensor:
-    """`number` rows of each sequence from its own first one: (B, R, H, D) -> (B, number, H, D); extra ones are 0."""
+    """`number` rows of each sequence from its own first one: (B, R, H, D) -> (B, number, H, D); extra ones
+    are 0."""
     index = first[:, None] + torch.arange(number, device=rows.device)
     inside = index < rows.shape[1]
     taken = rows[torch.arange(len(rows), device=rows.device)[:, None], index.clamp(max=rows.shape[1] - 1)]

@@ -14,7 +14,11 @@ LIGHTNING, SOFTMAX = 0, 1  # entries of attn_type_list
 _KINDS = {"linear_attention": LIGHTNING, "full_attention": SOFTMAX}
 _ALPHA_BETA = {
     f"{kind_hf}_{factor}_factor": f"layernorm_{kind}_{factor}"
-    for kind_hf, kind in (("full_attn", "full_attention"), ("linear_attn", "linear_attention"), ("mlp", "mlp"))
+    for kind_hf, kind in (
+        ("full_attn", "full_attention"),
+        ("linear_attn", "linear_attention"),
+        ("mlp", "mlp"),
+    )
     for factor in ("alpha", "beta")
 }
 _HEAD_DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -24,12 +28,14 @@ _DEFAULT_THETA = 1e6
 class MiniMaxM1Config(PreTrainedConfig):
     """Sizes and constants of the model; field names are the release's.
 
-    A field given in both spellings with different values is a `ValueError`, and so is every value that the model
-    could not be built from. `tiny()` and `m1()` are the sizes most often wanted.
+    A field given in both spellings with different values is a `ValueError`, and so is every value that the
+    model could not be built from. `tiny()` and `m1()` are the sizes most often wanted.
 
     Args (beyond the widths and counts that name themselves):
-        attn_type_list: one entry a layer, 0 lightning or 1 softmax; by default seven lightning, then one softmax.
-        layernorm_{full_attention, linear_attention, mlp}_{alpha, beta}: factors of residual and branch (1 if absent).
+        attn_type_list: one entry a layer, 0 lightning or 1 softmax; by default seven lightning, then one
+            softmax.
+        layernorm_{full_attention, linear_attention, mlp}_{alpha, beta}: factors of residual and branch (1 if
+            absent).
         rotary_dim: leading dimensions of a head that rotate; all of `head_dim` if None.
         postnorm: whether the residual is the normed input (both releases) or the input itself.
         shared_intermediate_size: above 0, every layer has a shared expert besides the routed ones.
@@ -168,8 +174,8 @@ class MiniMaxM1Config(PreTrainedConfig):
             ]
         if len(self.attn_type_list) != self.num_hidden_layers:
             raise ValueError(
-                f"attn_type_list (or layer_types) has {len(self.attn_type_list)} entries and num_hidden_layers is "
-                f"{self.num_hidden_layers}; give one entry for each layer"
+                f"attn_type_list (or layer_types) has {len(self.attn_type_list)} entries and num_hidden_layers "
+                f"is {self.num_hidden_layers}; give one entry for each layer"
             )
         for i, kind in enumerate(self.attn_type_list):
             if kind not in (LIGHTNING, SOFTMAX):
@@ -216,26 +222,35 @@ class MiniMaxM1Config(PreTrainedConfig):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        _divides("num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads)
+        _divides(
+            "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
+        )
         if self.num_experts_per_tok > self.num_local_experts:
             raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok} and num_local_experts {self.num_local_experts}; "
-                "a token cannot go to more experts than there are"
+                f"num_experts_per_tok is {self.num_experts_per_tok} and num_local_experts "
+                f"{self.num_local_experts}; a token cannot go to more experts than there are"
             )
         if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
             raise ValueError(
-                f"rotary_dim is {self.rotary_dim}; it must be even and between 0 and head_dim = {self.head_dim}"
+                f"rotary_dim is {self.rotary_dim}; it must be even and between 0 and head_dim "
+                f"= {self.head_dim}"
             )
         if not self.rms_norm_eps > 0:
             raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be above 0")
         if not self.rope_theta > 0:
             raise ValueError(f"rope_theta is {self.rope_theta!r}; it must be above 0")
         if self.hidden_act not in ACT2FN:
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; the releases use 'silu', known are {sorted(ACT2FN)}")
+            raise ValueError(
+                f"hidden_act is {self.hidden_act!r}; the releases use 'silu', known are {sorted(ACT2FN)}"
+            )
         if self.sliding_window is not None:
-            raise ValueError(f"sliding_window is {self.sliding_window!r}; softmax layers see everything: set it to null")
+            raise ValueError(
+                f"sliding_window is {self.sliding_window!r}; softmax layers see everything: set it to null"
+            )
         if self.shared_intermediate_size > 0 and self.shared_moe_mode != "sigmoid":
-            raise ValueError(f"shared_moe_mode is {self.shared_moe_mode!r}; a shared expert is mixed by 'sigmoid'")
+            raise ValueError(
+                f"shared_moe_mode is {self.shared_moe_mode!r}; a shared expert is mixed by 'sigmoid'"
+            )
         if self.head_dtype not in _HEAD_DTYPES:
             raise ValueError(f"head_dtype is {self.head_dtype!r}; choose one of {list(_HEAD_DTYPES)}")
 
@@ -273,7 +288,9 @@ def _deepnorm(layers: int) -> dict[str, float]:
 def _agree(ours: str, value: Any, theirs: str, other: Any) -> Any:
     """The value of a field that has two spellings, or a ValueError where they contradict each other."""
     if value is not None and other is not None and value != other:
-        raise ValueError(f"{ours} is {value!r} and {theirs} is {other!r}; they mean the same: remove one of them")
+        raise ValueError(
+            f"{ours} is {value!r} and {theirs} is {other!r}; they mean the same: remove one of them"
+        )
     return other if value is None else value
 
 

@@ -2,8 +2,8 @@
 
 - the cache of a hybrid model, under the name the installed transformers uses;
 - the repetition stop of the M1 report (section 3.2): a sequence ends when 3,000 tokens in a row each had a
-  probability above 0.99. transformers hands probabilities to a stopping criterion only on request, so a logits
-  processor keeps the last distribution and the criterion looks the chosen token up in it;
+  probability above 0.99. transformers hands probabilities to a stopping criterion only on request, so a
+  logits processor keeps the last distribution and the criterion looks the chosen token up in it;
 - why each sequence ended.
 """
 
@@ -21,8 +21,9 @@ from .compat import CACHE_NAME
 class RepetitionStop(StoppingCriteria):
     """Ends a sequence after `run` consecutive tokens whose own probability is above `threshold` (strictly).
 
-    The probability is the model's, over the full vocabulary and before temperature, top-k or top-p. Pass it to
-    `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) tells which sequences it ended.
+    The probability is the model's, over the full vocabulary and before temperature, top-k or top-p. Pass it
+    to `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) tells which sequences it
+    ended.
     """
 
     def __init__(self, *, run: int = 3000, threshold: float = 0.99):
@@ -77,7 +78,9 @@ class HybridGenerationMixin:
     ) -> None:
         given = generation_config.cache_implementation
         if given not in (None, "dynamic", "hybrid"):
-            raise ValueError(f"cache_implementation is {given!r}; this model generates with its own HybridCache")
+            raise ValueError(
+                f"cache_implementation is {given!r}; this model generates with its own HybridCache"
+            )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
         generation_config.cache_implementation = None
@@ -98,7 +101,9 @@ class HybridGenerationMixin:
         if repetition_stop is not None:
             config = kwargs.get("generation_config") or self.generation_config
             if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
-                raise ValueError("the repetition stop follows one sequence; it cannot be used with num_beams above 1")
+                raise ValueError(
+                    "the repetition stop follows one sequence; it cannot be used with num_beams above 1"
+                )
             repetition_stop.reset()
             processors = list(kwargs.pop("logits_processor", None) or [])
             kwargs["logits_processor"] = LogitsProcessorList([_Watcher(repetition_stop), *processors])
@@ -111,20 +116,33 @@ class HybridGenerationMixin:
         limit = cache.rows_kept if isinstance(cache, HybridCache) else HybridCache(self.config).rows_kept
         config = kwargs.get("generation_config") or self.generation_config
         assistant = kwargs.get("assistant_model")
-        drafts = {"prompt_lookup_num_tokens": kwargs.get("prompt_lookup_num_tokens") or config.prompt_lookup_num_tokens}
+        drafts = {
+            "prompt_lookup_num_tokens": kwargs.get("prompt_lookup_num_tokens")
+            or config.prompt_lookup_num_tokens
+        }
         if assistant is not None:
             drafts["num_assistant_tokens"] = assistant.generation_config.num_assistant_tokens
         for name, tokens in drafts.items():
             if tokens is not None and tokens > limit:
-                raise ValueError(f"{name} is {tokens}; the cache can take back drafts of at most {limit} tokens")
+                raise ValueError(
+                    f"{name} is {tokens}; the cache can take back drafts of at most {limit} tokens"
+                )
 
 
 def finish_reasons(
-    new_tokens: Tensor, *, end_tokens: int | Iterable[int] | None, repetition_stop: RepetitionStop | None = None
+    new_tokens: Tensor,
+    *,
+    end_tokens: int | Iterable[int] | None,
+    repetition_stop: RepetitionStop | None = None,
 ) -> list[str]:
     """Why each of B generated rows (B, T, without the prompt) ended: "end", "repetition" or "length"."""
     ends = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or [])
-    ended = torch.isin(new_tokens, torch.tensor(ends, device=new_tokens.device, dtype=new_tokens.dtype)).any(-1)
+    ended = torch.isin(new_tokens, torch.tensor(ends, device=new_tokens.device, dtype=new_tokens.dtype)).any(
+        -1
+    )
     stopped = repetition_stop.stopped if repetition_stop is not None else None
     repeated = torch.zeros_like(ended) if stopped is None else stopped
-    return ["end" if e else "repetition" if r else "length" for e, r in zip(ended.tolist(), repeated.tolist(), strict=True)]
+    return [
+        "end" if e else "repetition" if r else "length"
+        for e, r in zip(ended.tolist(), repeated.tolist(), strict=True)
+    ]

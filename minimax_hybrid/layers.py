@@ -1,4 +1,5 @@
-"""The small parts that both kinds of layer share: RMSNorm, partial rotary embedding, the weighted residual."""
+"""The small parts that both kinds of layer share: RMSNorm, partial rotary embedding, the weighted
+residual."""
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +33,9 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine (B, 1, T, rotary_dim), float32, of positions (B, T)."""
-        exponent = torch.arange(0, self.rotary_dim, 2, device=position_ids.device).float() / max(self.rotary_dim, 1)
+        exponent = torch.arange(0, self.rotary_dim, 2, device=position_ids.device).float() / max(
+            self.rotary_dim, 1
+        )
         angle = position_ids[:, None, :, None].float() / self.theta**exponent
         angle = torch.cat((angle, angle), dim=-1)
         return angle.cos(), angle.sin()

@@ -4,7 +4,8 @@
     out     = lightning_attention(q, k, v, log_decay)
     y       = (RMSNorm(out) * sigmoid(x W_gate)) W_out
 
-No rotary embedding, no 1/sqrt(D), no softmax (MiniMax-01 report, section 2.2; released modeling file, lines 247-343).
+No rotary embedding, no 1/sqrt(D), no softmax (MiniMax-01 report, section 2.2; released modeling file, lines
+247-343).
 """
 
 import math
@@ -48,7 +49,13 @@ class LightningAttention(nn.Module):
         return self.out_proj(out)
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, sequences: Sequences, cache: HybridCache | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        sequences: Sequences,
+        cache: HybridCache | None,
     ) -> Tensor:
         memory = None if cache is None else cache.layers[self.layer_idx]
         if sequences.cu_seqlens is None:
@@ -67,14 +74,16 @@ class LightningAttention(nn.Module):
 def layer_log_decay(num_heads: int, layer_idx: int, num_layers: int, *, device: torch.device) -> Tensor:
     """log_decay (H,) float32 of one layer: minus ALiBi's slopes times (1 - i / (L - 1) + 1e-5).
 
-    Early layers forget within a few tokens, the last one hardly at all. `i` counts all layers, softmax ones too.
+    Early layers forget within a few tokens, the last one hardly at all. `i` counts all layers, softmax ones
+    too.
     """
     slopes = torch.tensor(_alibi_slopes(num_heads), dtype=torch.float32, device=device)
     return -slopes * (1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
 
 
 def _alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 (h+1) / H) for a power of two; else those of the power below, then every second of twice as many."""
+    """2^(-8 (h+1) / H) for a power of two; else those of the power below, then every second of twice as
+    many."""
     if math.log2(heads).is_integer():
         return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
     below = 2 ** math.floor(math.log2(heads))

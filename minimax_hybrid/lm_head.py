@@ -1,7 +1,8 @@
 """The output head in float32: the report's repair for training and inference that disagree (section 3.2).
 
-It speaks of arithmetic and result, not of storage: a bfloat16 weight stays bfloat16 and is multiplied exactly. To
-round the logits to bfloat16 and cast them up afterwards, as the released code does, is the fault itself.
+It speaks of arithmetic and result, not of storage: a bfloat16 weight stays bfloat16 and is multiplied
+exactly. To round the logits to bfloat16 and cast them up afterwards, as the released code does, is the fault
+itself.
 """
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 
 class LMHead(nn.Linear):
-    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`; at least float32 by default."""
+    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`; at least float32 by
+    default."""
 
     def __init__(self, width: int, vocab_size: int, *, head_dtype: str):
         super().__init__(width, vocab_size, bias=False)

@@ -1,9 +1,10 @@
 """Published checkpoints: what must be in them, what is, and how their names become ours.
 
-Two layouts exist on disk. The release stores every expert's `w1`, `w2`, `w3` apart; transformers' `minimax` stores
-them stacked, under `mlp`. Both are read, the first is written. In memory experts are stacked: `gate_up_proj`
-(E, 2F, M) holds w1 over w3, `down_proj` (E, M, F) is w2. transformers converts shard by shard while it loads, so a
-model is never held twice; what it would load is checked first, from the shards' headers alone.
+Two layouts exist on disk. The release stores every expert's `w1`, `w2`, `w3` apart; transformers' `minimax`
+stores them stacked, under `mlp`. Both are read, the first is written. In memory experts are stacked:
+`gate_up_proj` (E, 2F, M) holds w1 over w3, `down_proj` (E, M, F) is w2. transformers converts shard by shard
+while it loads, so a model is never held twice; what it would load is checked first, from the shards' headers
+alone.
 """
 
 import json
@@ -165,7 +166,8 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def compare(tensors: dict[str, Tensor], model: nn.Module) -> Mismatch:
-    """What of a checkpoint does not fit a model; its base model's names and both layouts of experts are legal."""
+    """What of a checkpoint does not fit a model; its base model's names and both layouts of experts are
+    legal."""
     found = {_our_name(name): name for name in tensors if not _DERIVED.search(name)}
     prefix = model.base_model_prefix + "."
     is_base = not hasattr(model, model.base_model_prefix)
@@ -196,7 +198,8 @@ def _our_name(name: str) -> str:
 
 
 def _apart(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The published tensors that one of ours is made of: (E, 2F, M) is E times w1 and w3, (E, M, F) E times w2."""
+    """The published tensors that one of ours is made of: (E, 2F, M) is E times w1 and w3, (E, M, F) E times
+    w2."""
     stacked = _STACKED.match(name)
     if not stacked:
         return {name: shape}
@@ -229,7 +232,8 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 def _read_header(path: Path) -> dict[str, Tensor]:
-    """A safetensors file begins with the length of a JSON header, which gives each tensor's type, shape and place."""
+    """A safetensors file begins with the length of a JSON header, which gives each tensor's type, shape and
+    place."""
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -254,4 +258,6 @@ def _read_header(path: Path) -> dict[str, Tensor]:
 def _refuse(info: dict[str, Any], path: str | os.PathLike) -> None:
     wrong = {name: sorted(map(str, info[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")}
     if any(wrong.values()):
-        raise ValueError(f"{path} does not hold the weights of its config (strict=False loads what fits): {wrong}")
+        raise ValueError(
+            f"{path} does not hold the weights of its config (strict=False loads what fits): {wrong}"
+        )

@@ -1,4 +1,5 @@
-"""The model, from tokens to logits: seven lightning-attention blocks, then one softmax block, each with its experts.
+"""The model, from tokens to logits: seven lightning-attention blocks, then one softmax block, each with its
+experts.
 
     x = embedding(tokens)
     for every layer:
@@ -70,13 +71,19 @@ class DecoderLayer(GradientCheckpointingLayer):
         if self.is_lightning:
             branch = self.self_attn(h, sequences, cache)
         else:
-            branch, weights = self.self_attn(h, sequences, cache, rotary=rotary, attention_mask=attention_mask)
+            branch, weights = self.self_attn(
+                h, sequences, cache, rotary=rotary, attention_mask=attention_mask
+            )
         x = weighted_residual(h if self.postnorm else x, branch, **self.attention_factors)
         h = self.post_attention_layernorm(x)
         branch, router_logits = self.block_sparse_moe(h, chosen_experts)
         if hasattr(self, "shared_mlp"):
             branch = mix_shared(branch, self.shared_mlp(h), h, self.coefficient.weight)
-        return weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors), router_logits, weights
+        return (
+            weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors),
+            router_logits,
+            weights,
+        )
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -95,8 +102,9 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal weights of `initializer_range`; no embedding row is zero, not even the padding token's (a zero
-        vector multiplies gradients by 1/sqrt(eps) in every norm and overflows float32 within eight layers)."""
+        """Normal weights of `initializer_range`; no embedding row is zero, not even the padding token's (a
+        zero vector multiplies gradients by 1/sqrt(eps) in every norm and overflows float32 within eight
+        layers)."""
         std = self.config.initializer_range
         if isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
@@ -107,13 +115,16 @@ class HybridPreTrainedModel(PreTrainedModel):
             nn.init.normal_(module.down_proj, std=std)
 
     @classmethod
-    def from_pretrained(cls, path: str, *args: Any, strict: bool = True, **kwargs: Any) -> "HybridPreTrainedModel":
+    def from_pretrained(
+        cls, path: str, *args: Any, strict: bool = True, **kwargs: Any
+    ) -> "HybridPreTrainedModel":
         """Load a checkpoint in the published layout, sharded or not.
 
         With `strict`, names and shapes are compared from the shard headers before anything is loaded.
 
         Raises:
-            ValueError: tensors that are missing, unexpected or of another shape, each with its file and shapes.
+            ValueError: tensors that are missing, unexpected or of another shape, each with its file and
+            shapes.
             FileNotFoundError: weights or shards that are not there.
         """
         return loading.load(cls, super().from_pretrained, path, args, kwargs, strict=strict)
@@ -157,8 +168,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             routed_experts: (B, T, L, A) experts to use instead of the router's own choice.
 
         Returns:
-            `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final norm;
-            `router_logits` are L tensors (B * T, E); `attentions` have None in lightning layers.
+            `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final
+            norm; `router_logits` are L tensors (B * T, E); `attentions` have None in lightning layers.
         """
         cache = _one_cache(cache, past_key_values)
         x = self._embed(input_ids, inputs_embeds)
@@ -172,7 +183,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             B, T, attention_mask=attention_mask, position_ids=position_ids, cache=cache, device=x.device
         )
         shared = dict(
-            rotary=self.rotary_emb(sequences.position_ids), attention_mask=self._causal_mask(x, sequences, cache)
+            rotary=self.rotary_emb(sequences.position_ids),
+            attention_mask=self._causal_mask(x, sequences, cache),
         )
         record = {
             name: [] if _asked(given, getattr(self.config, f"output_{name}")) else None
@@ -201,7 +213,11 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be (batch, positions), got {tuple(input_ids.shape)}")
         rows = self.embed_tokens.num_embeddings
-        if input_ids.device.type == "cpu" and input_ids.numel() and not 0 <= input_ids.min() <= input_ids.max() < rows:
+        if (
+            input_ids.device.type == "cpu"
+            and input_ids.numel()
+            and not 0 <= input_ids.min() <= input_ids.max() < rows
+        ):
             wrong = input_ids[(input_ids < 0) | (input_ids >= rows)][0]
             raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {rows}; check the tokenizer")
         return self.embed_tokens(input_ids)
@@ -211,7 +227,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             return False  # a checkpointed layer runs twice and would enter the cache twice
         if cache is not None and not isinstance(cache, HybridCache):
             raise ValueError(
-                f"the cache is a {type(cache).__name__}, and lightning layers need a HybridCache(model.config)"
+                f"the cache is a {type(cache).__name__}, and lightning layers need a "
+                "HybridCache(model.config)"
             )
         return _asked(use_cache, self.config.use_cache)
 
@@ -222,8 +239,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             return [None] * L
         if routed_experts.shape != (B, T, L, A):
             raise ValueError(
-                f"routed_experts must be (B, T, L, A) = {(B, T, L, A)}, got {tuple(routed_experts.shape)}; replay needs "
-                "the routing of exactly these positions"
+                f"routed_experts must be (B, T, L, A) = {(B, T, L, A)}, got {tuple(routed_experts.shape)}; "
+                "replay needs the routing of exactly these positions"
             )
         return list(routed_experts.long().reshape(B * T, L, A).unbind(1))
 
@@ -273,9 +290,9 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         """Logits (B, T, V), the last `logits_to_keep` of them if that is above 0, in `config.head_dtype`.
 
         Args (beyond `MiniMaxM1Model.forward`):
-            labels: (B, T), -100 where nothing is to be learnt; shifted here. The loss is the mean, or the sum over
-                `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef` times the load-balancing
-                loss if router logits are asked for.
+            labels: (B, T), -100 where nothing is to be learnt; shifted here. The loss is the mean, or the sum
+                over `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef` times the
+                load-balancing loss if router logits are asked for.
         """
         wants_router = _asked(output_router_logits, self.config.output_router_logits)
         outputs = self.model(
@@ -291,7 +308,11 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             routed_experts=routed_experts,
         )
         hidden = outputs.last_hidden_state
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
+        kept = (
+            slice(-logits_to_keep, None)
+            if isinstance(logits_to_keep, int) and logits_to_keep
+            else slice(None)
+        )
         logits = self.lm_head(hidden[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept])
         loss = aux_loss = None
         if labels is not None:
@@ -326,8 +347,8 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
     ) -> Tensor | tuple[Tensor, Tensor]:
         """log p(token t | tokens before it), (B, T) float32, without a tensor over the vocabulary.
 
-        Differentiable. Over the full vocabulary at the given sampling temperature. 0 where nothing precedes a token
-        (the first of a sequence or packed document) and at padding.
+        Differentiable. Over the full vocabulary at the given sampling temperature. 0 where nothing precedes a
+        token (the first of a sequence or packed document) and at padding.
 
         Args:
             input_ids: (B, T); attention_mask, position_ids, routed_experts: as in the forward pass.
@@ -343,7 +364,9 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         scored = _has_predecessor(_sequences_of(input_ids, attention_mask, position_ids))  # (B, T)
         targets = torch.where(scored, input_ids, -100)[:, 1:]
         hidden = outputs.last_hidden_state[:, :-1]
-        results = token_log_probs(hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy)
+        results = token_log_probs(
+            hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy
+        )
         results = results if entropy else (results,)
         shifted = tuple(nn.functional.pad(x * scored[:, 1:], (1, 0)) for x in results)
         return shifted if entropy else shifted[0]
@@ -379,7 +402,8 @@ def _one_cache(cache: HybridCache | None, past_key_values: HybridCache | None) -
 
 
 def _sequences_of(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Sequences:
-    """The sequences in rows of tokens (B, T) that continue nothing; a mask over cached positions too is cut."""
+    """The sequences in rows of tokens (B, T) that continue nothing; a mask over cached positions too is
+    cut."""
     B, T = tokens.shape
     mask = None if attention_mask is None else attention_mask[:, -T:]
     return find_sequences(

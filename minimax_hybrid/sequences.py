@@ -1,7 +1,9 @@
 """Where the sequences lie in the rows of one call: which positions are real, and where documents begin.
 
-A mask that contains zeros means padding. Position ids that restart mean packed documents, but only without such a
-mask: the padded rows of `generate` restart too. Both become the operator's `cu_seqlens`, here and nowhere else.
+A mask that contains zeros means padding. Position ids that restart mean packed documents, but only without
+such a
+mask: the padded rows of `generate` restart too. Both become the operator's `cu_seqlens`, here and nowhere
+else.
 """
 
 from dataclasses import dataclass
@@ -49,7 +51,8 @@ def find_sequences(
     cache: "HybridCache | None",
     device: torch.device,
 ) -> Sequences:
-    """Read the caller's mask (B, past + T) and position ids (B or 1, T); raise a ValueError where they do not fit."""
+    """Read the caller's mask (B, past + T) and position ids (B or 1, T); raise a ValueError where they do not
+    fit."""
     past = cache.get_seq_length() if cache is not None else 0
     history = _history(B, past, T, attention_mask, cache)
     position_ids = _positions(B, past, T, position_ids, history, device)
@@ -63,8 +66,8 @@ def find_sequences(
         return Sequences(position_ids)
     if past:
         raise ValueError(
-            f"position_ids restart (packed documents) and the cache holds {past} positions; packed rows start with "
-            "an empty cache, and a document is continued with positions that follow it"
+            f"position_ids restart (packed documents) and the cache holds {past} positions; packed rows start "
+            "with an empty cache, and a document is continued with positions that follow it"
         )
     first = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1).flatten().nonzero().squeeze(1)
     bounds = torch.cat([first, first.new_tensor([B * T])]).to(torch.int32)
@@ -74,7 +77,8 @@ def find_sequences(
 def padded_lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mask: Tensor | None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`lightning_attention` over a padded batch: rows that `mask` (B, T) hides neither fade nor feed the memory.
+    """`lightning_attention` over a padded batch: rows that `mask` (B, T) hides neither fade nor feed the
+    memory.
 
     The real rows of each sequence are packed, so blocks count from its first token wherever the padding lies.
     """
@@ -96,8 +100,8 @@ def _history(
         return torch.cat([remembered, remembered.new_ones(B, T)], dim=1)
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask must be (batch, positions) with 1 at real tokens, got {tuple(attention_mask.shape)}; "
-            "lightning layers see everything before a token, so other patterns cannot be honoured"
+            f"attention_mask must be (batch, positions) with 1 at real tokens, got "
+            f"{tuple(attention_mask.shape)}; lightning layers see everything before a token, so other patterns cannot be honoured"
         )
     if attention_mask.shape != (B, past + T):
         raise ValueError(
@@ -109,8 +113,8 @@ def _history(
         history = None
     if past and not _equal(remembered, None if history is None else history[:, :past]):
         raise ValueError(
-            "attention_mask hides other cached positions than the mask they were computed with; pass the same mask, "
-            "grown by the new positions"
+            "attention_mask hides other cached positions than the mask they were computed with; pass the same "
+            "mask, grown by the new positions"
         )
     return history
 
