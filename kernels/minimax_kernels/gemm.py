@@ -1,13 +1,15 @@
 """Dense matrix products, by the fastest way that plain PyTorch has on the device.
 
-PyTorch sends float32 products on a CPU to MKL. oneDNN, which every x86 build carries for bfloat16, is as exact and
-was faster at every shape tried (AMD EPYC Zen 5, 2 threads, torch 2.13, weight 2048 x 512, weights not in cache):
+PyTorch sends float32 products on a CPU to MKL. oneDNN, which it carries for bfloat16, is as exact and was 2
+to 3 times faster on an AMD EPYC (Zen 5), 2 threads, torch 2.13. Microseconds for a weight 2048 x 512 that is
+not in cache:
 
-    rows             1      2      8     64   4096
-    F.linear    252 us    386    378    828  47100
-    oneDNN       80 us    151    180    376  25000
+    rows               1      2      8     64   4096
+    F.linear         252    386    378    828  47100
+    oneDNN            80    151    180    376  25000
+    (bfloat16)        82     73     86    198   8700     by oneDNN whoever asks
 
-bfloat16 goes to oneDNN by itself: 82, 73, 86, 198 and 8,700 us.
+A call of oneDNN costs 10 us where one of MKL costs 2, so small products stay with MKL.
 """
 
 from functools import cache
@@ -16,12 +18,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+# Where oneDNN overtakes MKL: at 1M products of matrices in cache (64 to 512 wide, 1 thread), and from 512 x
+# 512 on for a weight that must come from memory, as each does in decoding.
+PRODUCTS_MIN = 2**20
+WEIGHTS_MIN = 2**18
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x (..., K) @ weight (N, K).T, as `torch.nn.functional.linear` and differentiable like it."""
-    if not _takes_onednn(x, weight) or torch.is_autocast_enabled(x.device.type):
-        return torch.nn.functional.linear(x, weight)
+    """x (..., K) @ weight (N, K).T, as `torch.nn.functional.linear` in value, gradient and autocast."""
     rows = x.reshape(-1, x.shape[-1])
+    if not _takes_onednn(rows, weight) or torch.is_autocast_enabled(x.device.type):
+        return torch.nn.functional.linear(x, weight)
     tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     out = _Linear.apply(rows, weight) if tracked else product(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
@@ -44,8 +52,9 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        dx = product(dout, weight.mT) if ctx.needs_input_grad[0] else None
-        dweight = product(dout.mT, x.mT) if ctx.needs_input_grad[1] else None
+        with torch.autocast(x.device.type, enabled=False):
+            dx = product(dout, weight.mT) if ctx.needs_input_grad[0] else None
+            dweight = product(dout.mT, x.mT) if ctx.needs_input_grad[1] else None
         return dx, dweight
 
 
@@ -55,12 +64,14 @@ def _has_onednn() -> bool:
 
 
 def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
-    """Plain float32 tensors on a CPU; anything else (a DTensor, a traced or quantised one) goes PyTorch's own way."""
+    """Plain float32 matrices on a CPU, large enough; a DTensor or a traced tensor goes PyTorch's own way."""
     return (
         x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
-        and type(x) in (Tensor, torch.nn.Parameter)
-        and type(weight) in (Tensor, torch.nn.Parameter)
+        and (weight.numel() >= WEIGHTS_MIN or len(x) * weight.numel() >= PRODUCTS_MIN)
+        and x.is_cpu
+        and weight.is_cpu
+        and type(x) in _PLAIN
+        and type(weight) in _PLAIN
         and _has_onednn()
         and not torch.compiler.is_compiling()
     )

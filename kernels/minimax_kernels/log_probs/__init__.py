@@ -1,1 +1,1 @@
-"""Log-probabilities of given tokens without the full logits, and full logits in float32. Read `interface.py` first."""
+"""Log-probabilities of given tokens without the full logits; logits in float32. Read `interface.py` first."""

@@ -7,8 +7,8 @@ With z = hidden @ weight.T / temperature, and over the whole vocabulary m = max 
     d log p[target] / dz[j] = [j = target] - p[j]
     d entropy       / dz[j] = -p[j] (log p[j] + entropy)
 
-Forward and backward each make the logits of a chunk, use them and drop them. The vocabulary is the outer loop, so a
-chunk of the weight, and of its gradient in float32, is held once for all rows.
+Forward and backward each make the logits of a chunk, use them and drop them. The vocabulary is the outer
+loop, so a chunk of the weight, and of its gradient in float32, is held once for all rows.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,8 @@ class TokenLogProbs(torch.autograd.Function):
                 dweight_chunk = torch.zeros_like(weight_work) if need_dweight else None
                 for n in row_starts:
                     rows = slice(n, n + ctx.chunks.rows)
-                    z = logits_slice(hidden[rows], weight_chunk, work).div_(ctx.chunks.temperature)  # (Nc, Vc)
-                    log_p = z.sub_((top[rows] + log_sum[rows])[:, None])
+                    z = logits_slice(hidden[rows], weight_chunk, work)  # (Nc, Vc)
+                    log_p = z.div_(ctx.chunks.temperature).sub_((top[rows] + log_sum[rows])[:, None])
                     dz = _dlogits(log_p, dlog_probs[rows], dentropy, entropy, rows)
                     inside, column = _find(targets[rows], v, len(weight_chunk))
                     dz.scatter_add_(1, column[:, None], (dlog_probs[rows] * inside)[:, None])
@@ -86,7 +86,8 @@ def _statistics(
     """Of every row: m, log s, the target's z, and the entropy if asked for."""
     work = work_type(hidden, weight)
     top = torch.full((len(hidden),), torch.finfo(work).min, dtype=work, device=hidden.device)
-    total, moment, target_logit = (torch.zeros_like(top) for _ in range(3))  # s, sum exp(z - m) (z - m), z[target]
+    # s, sum exp(z - m) (z - m), z[target]
+    total, moment, target_logit = (torch.zeros_like(top) for _ in range(3))
     vocab_starts, row_starts = chunks.over(hidden, weight)
     for v in vocab_starts:
         weight_chunk = weight[v : v + chunks.vocab]
@@ -118,7 +119,7 @@ def _dlogits(
 
 
 def _find(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Whether each target lies in the chunk of `size` columns from `start`, and its column there (0 if not)."""
+    """Whether each target lies among `size` columns from `start`, and its column there (0 if not)."""
     column = targets - start
     inside = (column >= 0) & (column < size)
     return inside, column * inside

@@ -24,9 +24,10 @@ def token_log_probs(
 
         log_prob = log_softmax(hidden @ weight.T / temperature)[target]
 
-    Differentiable in hidden and weight, through both results. Arithmetic is float32 whatever the types (float64 if
-    either input is), under autocast too. Beside results and gradients, forward and backward hold about two chunks
-    of logits, row_chunk x vocab_chunk x 4 bytes each, one chunk of weight in float32, and hidden's gradient in float32.
+    Differentiable in hidden and weight, through both results. Arithmetic is float32 whatever the types
+    (float64 if either input is), under autocast too. Beside results and gradients, forward and backward
+    hold about two chunks of logits (row_chunk x vocab_chunk x 4 bytes each), one chunk of weight and of its
+    gradient in float32, and hidden's gradient in float32.
 
     Args:
         hidden: (..., M); entry i predicts targets[i], so the caller has shifted.
@@ -40,7 +41,7 @@ def token_log_probs(
         log-probabilities (...) float32; with `entropy`, a pair of them and the entropies (...).
 
     Raises:
-        ValueError: shapes or types that do not fit, a target outside the vocabulary, a temperature not above 0.
+        ValueError: shapes or types that do not fit, a target outside the vocabulary, a temperature <= 0.
     """
     _check(hidden, weight, targets, temperature, row_chunk, vocab_chunk)
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
@@ -66,16 +67,17 @@ def _check(
     check_head(hidden, weight)
     if targets.shape != hidden.shape[:-1] or targets.dtype != torch.int64 or targets.device != hidden.device:
         raise ValueError(
-            f"targets must be {tuple(hidden.shape[:-1])} int64 on {hidden.device}, one for each row of hidden, got "
+            f"targets must be {tuple(hidden.shape[:-1])} int64 on {hidden.device}, one for each row, got "
             f"{tuple(targets.shape)} {targets.dtype} on {targets.device}"
         )
     if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature must be finite and above 0, got {temperature}; greedy has no log-probabilities")
+        raise ValueError(f"temperature must be finite and above 0, got {temperature}; score greedy at 1.0")
     if row_chunk < 1 or vocab_chunk < 1:
-        raise ValueError(f"chunks must be at least 1, got row_chunk {row_chunk} and vocab_chunk {vocab_chunk}")
+        raise ValueError(f"chunks must be 1 or more, got row_chunk {row_chunk} and vocab_chunk {vocab_chunk}")
     V = len(weight)
     outside = targets[((targets < 0) | (targets >= V)) & (targets != IGNORED)]
     if len(outside):
         raise ValueError(
-            f"targets must lie in [0, {V}) or be {IGNORED} (ignored), got {outside[0].item()} in {len(outside)} place(s)"
+            f"targets must lie in [0, {V}) or be {IGNORED} (ignored), got {outside[0].item()} "
+            f"and {len(outside) - 1} more outside"
         )
