@@ -1,0 +1,211 @@
+"""Claims about rollouts on a tiny model: what is recorded is what training sees."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
+from minimax_hybrid.rl.batches import Response, batch_log_probs, collate
+from minimax_hybrid.rl.rollout import Sampling, sample
+
+PAD, END = 0, 1
+SAMPLING = Sampling(end_tokens=(END,), pad_token=PAD, max_new_tokens=32)
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
+
+
+@pytest.fixture(scope="module")
+def model() -> MiniMaxM1ForCausalLM:
+    torch.manual_seed(0)
+    return MiniMaxM1ForCausalLM(
+        MiniMaxM1Config.tiny(
+            vocab_size=24, num_hidden_layers=4, attn_type_list=[0, 0, 0, 1], initializer_range=0.2
+        )
+    )
+
+
+def draw(model: MiniMaxM1ForCausalLM, sampling: Sampling = SAMPLING, copies: int = 4) -> list[Response]:
+    return sample(model, PROMPTS, sampling, copies=copies, generator=torch.Generator().manual_seed(0))
+
+
+class Scripted(torch.nn.Module):
+    """A "model" whose every distribution is given: step t puts `probabilities[row][t]` on token 2."""
+
+    def __init__(self, probabilities: list[list[float]]):
+        super().__init__()
+        self.scripts = torch.tensor(probabilities)
+        self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.step = 0
+
+    def forward(self, input_ids: Tensor, **options: object) -> object:
+        p = self.scripts[:, self.step]
+        self.step += 1
+        rest = (1 - p) / 2
+        logits = torch.stack([rest * 0, rest, p, rest], -1).log()
+        output = {"cache": None, "past_key_values": None}
+        return type("Output", (dict,), {"logits": logits[:, None].clamp(min=-1e4)})(output)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
+def test_rollout_and_training_agree_on_every_token(model: MiniMaxM1ForCausalLM, temperature: float) -> None:
+    responses = draw(model, dataclasses.replace(SAMPLING, temperature=temperature))
+    batch = collate(responses, pad_token=PAD)
+    log_probs, entropy = batch_log_probs(model, batch, temperature=temperature)
+    gap = (log_probs - batch.old_log_probs)[batch.response_mask].abs().max().item()
+    assert gap < 1e-5
+    assert (batch.old_log_probs[batch.response_mask] < 0).all()
+    assert (entropy[batch.response_mask] > 0).all()
+
+
+def test_the_recorded_log_probability_is_at_the_temperature_and_over_everything() -> None:
+    scripted = Scripted([[math.e**2 / (math.e**2 + math.e + 1)]])
+    scripted.forward = lambda **options: type(
+        "Output", (dict,), {"logits": torch.tensor([[[2.0, 1.0, 0.0]]])}
+    )(cache=None, past_key_values=None)
+    sampling = Sampling(end_tokens=(0,), pad_token=1, max_new_tokens=1, temperature=0.5, greedy=True)
+    (response,) = sample(scripted, [[2]], sampling)
+    assert response.tokens == [0]
+    # Token 1 is the padding and cannot be drawn; the distribution recorded is the model's own all the same.
+    assert response.log_probs[0] == pytest.approx(-0.142932, abs=1e-6)
+
+
+def test_groups_are_neighbours_and_every_row_ends_for_a_reason(model: MiniMaxM1ForCausalLM) -> None:
+    responses = draw(model)
+    assert [r.group for r in responses] == [0] * 4 + [1] * 4
+    assert [r.prompt for r in responses] == [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
+    for r in responses:
+        assert r.finish == ("end" if r.tokens[-1] == END else "length")
+        assert END not in r.tokens[:-1]
+        assert len(r.tokens) == 32 or r.finish == "end"
+    assert {r.finish for r in responses} == {"end", "length"}
+
+
+def test_the_padding_token_is_never_drawn_unless_it_ends_the_text(model: MiniMaxM1ForCausalLM) -> None:
+    assert all(PAD not in r.tokens for r in draw(model, copies=16))
+    as_end = draw(model, dataclasses.replace(SAMPLING, end_tokens=(PAD,)), copies=16)
+    assert any(r.tokens[-1] == PAD for r in as_end)
+    assert all(PAD not in r.tokens[:-1] for r in as_end)
+
+
+def test_a_row_does_not_depend_on_its_neighbours(model: MiniMaxM1ForCausalLM) -> None:
+    greedy = dataclasses.replace(SAMPLING, greedy=True, end_tokens=(END,))
+    together = sample(model, PROMPTS, greedy)
+    alone = [sample(model, [prompt], greedy)[0] for prompt in PROMPTS]
+    assert [r.tokens for r in together] == [r.tokens for r in alone]
+
+
+def test_the_generator_decides_and_the_global_one_is_left_alone(model: MiniMaxM1ForCausalLM) -> None:
+    before = torch.get_rng_state()
+    one, two = draw(model), draw(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert [r.tokens for r in one] == [r.tokens for r in two]
+
+
+def test_sampling_leaves_the_mode_of_the_model(model: MiniMaxM1ForCausalLM) -> None:
+    model.train()
+    draw(model)
+    assert model.training
+    model.eval()
+
+
+@pytest.mark.parametrize(
+    ("script", "finish", "length"),
+    [
+        ([0.995] * 40, "repetition", 30),
+        ([0.995] * 29 + [0.5] + [0.995] * 29, "length", 59),
+        ([0.99] * 40, "length", 40),
+    ],
+)
+def test_the_repetition_rule_counts_consecutive_confident_tokens(
+    script: list[float], finish: str, length: int
+) -> None:
+    sampling = Sampling(
+        end_tokens=(1,), pad_token=0, max_new_tokens=len(script), greedy=True, repetition_run=30
+    )
+    (response,) = sample(Scripted([script]), [[3]], sampling)
+    assert (response.finish, len(response.tokens)) == (finish, length)
+    (free,) = sample(Scripted([script]), [[3]], dataclasses.replace(sampling, repetition_run=None))
+    assert (free.finish, len(free.tokens)) == ("length", len(script))
+
+
+def test_a_row_that_repeats_does_not_stop_the_others() -> None:
+    sampling = Sampling(end_tokens=(1,), pad_token=0, max_new_tokens=12, greedy=True, repetition_run=5)
+    rows = sample(Scripted([[0.995] * 12, [0.9] * 12, [0.9] + [0.995] * 11]), [[3], [3], [3]], sampling)
+    assert [(r.finish, len(r.tokens)) for r in rows] == [("repetition", 5), ("length", 12), ("repetition", 6)]
+
+
+def test_masks_come_from_positions_not_values() -> None:
+    responses = [
+        Response([PAD, 5], [PAD, PAD, END], [-1.0, -2.0, -3.0], "end"),
+        Response([END], [7], [-4.0], "length"),
+        Response([5, 5, 5], [], [], "length"),
+    ]
+    batch = collate(responses, pad_token=PAD)
+    assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
+    assert batch.response_mask.tolist() == [
+        [False, False, True, True, True],
+        [False, True, False, False, False],
+        [False] * 5,
+    ]
+    assert batch.old_log_probs.tolist() == [[0, 0, -1, -2, -3], [0, -4, 0, 0, 0], [0] * 5]
+
+
+def test_replayed_routing_reproduces_the_rollout_and_overrules_the_router(
+    model: MiniMaxM1ForCausalLM,
+) -> None:
+    batch = collate(draw(model, dataclasses.replace(SAMPLING, record_routing=True)), pad_token=PAD)
+    mask = batch.response_mask
+    assert batch.routed_experts.shape == (*batch.input_ids.shape, 4, 2)
+    free, _ = batch_log_probs(model, batch, temperature=1.0)
+    replayed, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=True)
+    assert torch.allclose(free[mask], replayed[mask], atol=1e-5)
+    swapped = dataclasses.replace(batch, routed_experts=(batch.routed_experts + 1) % 4)
+    other, _ = batch_log_probs(model, swapped, temperature=1.0, replay_routing=True)
+    assert (other - free)[mask].abs().max() > 1e-3
+
+
+def test_replay_trains_the_routers_through_live_logits(model: MiniMaxM1ForCausalLM) -> None:
+    batch = collate(draw(model, dataclasses.replace(SAMPLING, record_routing=True)), pad_token=PAD)
+    log_probs, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=True)
+    router = model.model.layers[0].block_sparse_moe.gate.weight
+    (gradient,) = torch.autograd.grad(log_probs[batch.response_mask].sum(), router)
+    assert gradient.abs().sum() > 0
+
+
+def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
+    routed = draw(model, dataclasses.replace(SAMPLING, record_routing=True))
+    cut = dataclasses.replace(routed[0], tokens=routed[0].tokens[:-1], log_probs=routed[0].log_probs[:-1])
+    plain = draw(model)
+    warm = dataclasses.replace(plain[1], temperature=0.7)
+    batch = collate(plain, pad_token=PAD)
+    cases = [
+        ("not the routing of these tokens", lambda: collate([cut, routed[1]], pad_token=PAD)),
+        ("some without", lambda: collate([routed[0], plain[1]], pad_token=PAD)),
+        ("temperatures \\[0.7, 1.0\\]", lambda: collate([plain[0], warm], pad_token=PAD)),
+        (
+            "drawn at temperature 1.0 and training asks for 0.7",
+            lambda: batch_log_probs(model, batch, temperature=0.7),
+        ),
+        ("record_routing=True", lambda: batch_log_probs(model, batch, temperature=1.0, replay_routing=True)),
+        (
+            "tokens and 0 log-prob",
+            lambda: collate([dataclasses.replace(plain[0], log_probs=[])], pad_token=PAD),
+        ),
+        ("no responses", lambda: collate([], pad_token=PAD)),
+        ("prompts \\[1\\] are empty", lambda: sample(model, [[3], []], SAMPLING)),
+        ("temperature must be", lambda: dataclasses.replace(SAMPLING, temperature=0.0)),
+        ("max_new_tokens must be", lambda: dataclasses.replace(SAMPLING, max_new_tokens=0)),
+        ("end_tokens is empty", lambda: dataclasses.replace(SAMPLING, end_tokens=())),
+    ]
+    for message, run in cases:
+        with pytest.raises(ValueError, match=message):
+            run()
+
+
+def test_logits_that_are_not_finite_are_named_by_row_and_step() -> None:
+    script = Scripted([[0.5, 0.5], [0.5, math.nan]])
+    with pytest.raises(FloatingPointError, match="rows \\[1\\] at new token 1"):
+        sample(script, [[2], [2]], Sampling(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True))
+    assert sample(script, [], SAMPLING) == []
