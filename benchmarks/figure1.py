@@ -91,9 +91,9 @@ def page() -> str:
         "",
         "## The claims",
         "",
-        f"- \"Less than 50 % of DeepSeek-R1 at 64K\": {ratios[65_536][0]:.1%} at 65,536 tokens on the "
+        f'- "Less than 50 % of DeepSeek-R1 at 64K": {ratios[65_536][0]:.1%} at 65,536 tokens on the '
         f"figure's curve; {ratios[65_536][1]:.1%} by the exact count.",
-        "- \"About 25 % at 100K\": the figure's own curve gives "
+        '- "About 25 % at 100K": the figure\'s own curve gives '
         f"**{ratios[102_400][0]:.1%} at 102,400 tokens** ({ratios[100_000][0]:.1%} at 100,000), and 25 % "
         f"only near {_reaches(m1, r1, 0.25):,} tokens. The exact count gives {ratios[102_400][1]:.1%} at "
         f"102,400, or {absorbed:.1%} if R1's attention is computed in its absorbed form, which saves memory "

@@ -1,0 +1,119 @@
+"""What is measured, as data. `models.py` and `operators.py` build the work that a side does for a task.
+
+A case has sides, which take turns in one process, and tasks, each timed for every side. Its tests run first;
+a case whose tests fail is not timed.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from .measure import Work
+from .models import model_work, native_work, twin_work
+from .operators import operator_work
+
+
+@dataclass(frozen=True)
+class Task:
+    """One thing to time. For "decode", `length` is the context that a token attends to."""
+
+    kind: str
+    length: int
+    batch: int = 1
+    dtype: str = "float32"
+    rounds: int = 5
+    memory: bool = False
+    sides: tuple[str, ...] | None = None  # those that take part; all if None
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    about: str
+    sides: tuple[str, ...]
+    tests: tuple[str, ...]  # arguments of pytest: what must pass first
+    tasks: tuple[Task, ...]
+    quick: tuple[Task, ...]
+    prepare: Callable[[str, Task], Work]
+
+    def taking_part(self, task: Task) -> tuple[str, ...]:
+        return self.sides if task.sides is None else task.sides
+
+
+def _native_tasks() -> tuple[Task, ...]:
+    tasks = []
+    for dtype in ("float32", "bfloat16"):
+        tasks += [Task("prefill", T, dtype=dtype, memory=True) for T in (1024, 4096, 16384)]
+        tasks += [
+            Task("decode", T, batch, dtype, rounds=40, memory=T == 16384)
+            for T in (1024, 16384)
+            for batch in (1, 8)
+        ]
+        tasks.append(Task("train", 2048, 2, dtype, memory=True))
+    return tuple(tasks)
+
+
+def _twin_tasks() -> tuple[Task, ...]:
+    lengths = [1024 * 2**n for n in range(7)]  # 1K to 64K
+    tasks = [Task("prefill", T, rounds=7, memory=True) for T in lengths]
+    return tuple(tasks + [Task("decode", T, rounds=40, memory=False) for T in lengths])
+
+
+_OPERATORS = tuple(
+    Task(kind, T, rounds=7, sides=("chunked", "softmax") if T > 1024 else None)
+    for kind in ("forward", "forward+backward")
+    for T in (256, 1024, 4096, 16384)
+)
+_SMALL = "8 layers of width 128, 2 heads of 64, 8 experts (2 chosen) of 256, vocabulary 8,192"
+
+CASES = {
+    case.name: case
+    for case in (
+        Case(
+            "native",
+            "this model against transformers' own MiniMax class with the same weights: 8 layers of width "
+            "512, 8 heads of 64, 2 key/value heads, 8 experts (2 chosen) of 1,024, vocabulary 8,192, rotary "
+            "32",
+            ("ours", "transformers"),
+            ("tests/test_benchmarks.py::test_transformers_class_gives_the_same_logits_where_its_rotary_allows",),
+            _native_tasks(),
+            (
+                Task("prefill", 1024, rounds=2),
+                Task("decode", 1024, rounds=5),
+                Task("train", 512, 1, rounds=2),
+            ),
+            native_work,
+        ),
+        Case(
+            "twin",
+            f"the hybrid against its softmax twin, every layer softmax through SDPA: {_SMALL}",
+            ("hybrid", "softmax"),
+            ("tests/test_benchmarks.py::test_the_twins_decode_as_they_prefill",),
+            _twin_tasks(),
+            tuple(Task(kind, T, rounds=3) for kind in ("prefill", "decode") for T in (1024, 4096)),
+            twin_work,
+        ),
+        Case(
+            "operators",
+            "lightning attention against causal softmax attention (SDPA), 8 heads of 64",
+            ("chunked", "reference", "softmax"),
+            ("tests/kernels/test_lightning.py", "-k", "chunked or reference"),
+            _OPERATORS,
+            (Task("forward", 1024, rounds=3), Task("forward+backward", 1024, rounds=3)),
+            operator_work,
+        ),
+        Case(
+            "train",
+            f"one training step of the hybrid and of its softmax twin: {_SMALL}",
+            ("hybrid", "softmax"),
+            ("tests/kernels/test_lightning_gradcheck.py", "-k", "chunked"),
+            tuple(Task("train", T, 1, rounds=5, memory=True) for T in (1024, 4096, 16384)),
+            (Task("train", 1024, 1, rounds=2),),
+            model_work,
+        ),
+    )
+}
+
+
+def quick(task: Task) -> Task:
+    """The same task without a look at memory."""
+    return replace(task, memory=False)

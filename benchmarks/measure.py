@@ -1,0 +1,126 @@
+"""Time and memory: interleaved rounds, percentiles, peak memory, and the columns that say where."""
+
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from minimax_hybrid.roofline import cpu_name
+
+ROOT = Path(__file__).parent.parent
+Work = Callable[[], object]
+
+
+def interleaved(
+    sides: dict[str, Work],
+    *,
+    rounds: int,
+    budget: float = float("inf"),
+    tick: Callable[[], None] = lambda: None,
+) -> dict[str, list[float]]:
+    """Seconds of every round of each side, after one round that is not counted.
+
+    The sides take turns within a round, so a slow spell of the machine meets all of them. Ends after
+    `rounds`, or after three if `budget` seconds are spent; `tick` is called after each round.
+    """
+    for work in sides.values():
+        _timed(work)
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    started = time.perf_counter()
+    for done in range(1, rounds + 1):
+        for name, work in sides.items():
+            seconds[name].append(_timed(work))
+        tick()
+        if done >= 3 and time.perf_counter() - started > budget:
+            break
+    return seconds
+
+
+def _timed(work: Work) -> float:
+    _synchronize()
+    start = time.perf_counter()
+    work()
+    _synchronize()
+    return time.perf_counter() - start
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def percentiles(values: list[float]) -> tuple[float, float, float]:
+    """The 20th, 50th and 80th percentile."""
+    return tuple(
+        torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8]).double()).tolist()
+    )
+
+
+def peak_bytes(work: Work) -> int:
+    """The most memory held at once during `work`: of the GPU if there is one, else of this process."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        work()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forget the highest mark so far
+    except OSError as refused:
+        raise ValueError(f"peak memory needs Linux's /proc/self/clear_refs: {refused}") from refused
+    work()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
+
+
+def peak_in_own_process(case: str, side: str, index: int) -> int:
+    """`peak_bytes` of one side of one task, in a process that holds nothing else."""
+    command = [sys.executable, "-m", "benchmarks.run", "--case", case, "--peak", side, str(index)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return int(done.stdout.split()[-1])
+
+
+def place() -> dict[str, str]:
+    """Where and with what: the columns that every row carries."""
+    return {
+        "device": device_name(),
+        "torch": torch.__version__.split("+")[0],
+        "triton": _version("triton"),
+        "transformers": _version("transformers"),
+        "commit": _commit(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
+    }
+
+
+def device_name() -> str:
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def device_slug() -> str:
+    """The device's name as a file name."""
+    kept = "".join(c if c.isalnum() else " " for c in device_name().lower())
+    return "-".join(kept.split()) or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", "minimax_hybrid", "kernels", "benchmarks"
+    )
+    return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")

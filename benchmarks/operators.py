@@ -1,0 +1,47 @@
+"""The operators that are timed: lightning attention by backend, and causal softmax through SDPA."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from minimax_kernels import lightning_attention
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from minimax_hybrid.lightning_attention import layer_log_decay
+
+from .measure import Work
+
+if TYPE_CHECKING:
+    from .cases import Task
+
+HEADS, WIDTH = 8, 64
+
+
+def operator_work(side: str, task: "Task") -> Work:
+    rng = torch.Generator().manual_seed(task.length)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = (task.batch, task.length, HEADS, WIDTH)
+    q, k, v, dout = (
+        torch.randn(shape, generator=rng).to(device, getattr(torch, task.dtype)) for _ in range(4)
+    )
+    log_decay = layer_log_decay(HEADS, 3, 8, device=q.device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if side == "softmax":
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))
+            return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
+        return lightning_attention(q, k, v, log_decay, backend=side)[0]
+
+    if task.kind == "forward":
+
+        @torch.inference_mode()
+        def work() -> None:
+            attend(q, k, v)
+
+        return work
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def work_with_gradients() -> None:
+        torch.autograd.grad(attend(*leaves), leaves, dout)
+
+    return work_with_gradients

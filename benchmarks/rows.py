@@ -1,0 +1,73 @@
+"""One CSV per device: a row is one measured number with its percentiles and where it came from.
+
+Rows are only appended. A reader takes the last row of each key: the newest measurement of that number.
+"""
+
+import csv
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Row:
+    case: str
+    side: str
+    task: str
+    length: int
+    batch: int
+    dtype: str
+    metric: str
+    unit: str
+    p20: float
+    p50: float
+    p80: float
+    rounds: int
+    device: str
+    torch: str
+    triton: str
+    transformers: str
+    commit: str
+    date: str
+
+    @property
+    def key(self) -> tuple:
+        """What was measured, without where and when."""
+        return self.case, self.side, self.task, self.length, self.batch, self.dtype, self.metric
+
+
+COLUMNS = [field.name for field in fields(Row)]
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        for row in rows:
+            numbers = {name: f"{getattr(row, name):.6g}" for name in ("p20", "p50", "p80")}
+            writer.writerow(asdict(row) | numbers)
+
+
+def read(path: Path, case: str | None = None) -> list[Row]:
+    """The newest row of each key, in the order in which the keys first appeared."""
+    if not path.exists():
+        return []
+    newest: dict[tuple, Row] = {}
+    with path.open(newline="") as file:
+        for line in csv.DictReader(file):
+            counts = {name: int(line[name]) for name in ("length", "batch", "rounds")}
+            numbers = {name: float(line[name]) for name in ("p20", "p50", "p80")}
+            row = Row(**{**line, **counts, **numbers})
+            if case is None or row.case == case:
+                newest[row.key] = row
+    return list(newest.values())
+
+
+def files() -> list[Path]:
+    """The CSV of every device that was measured."""
+    return sorted(RESULTS.glob("*.csv"))

@@ -1,0 +1,109 @@
+"""Run a case: its tests, then its tasks; append the rows and write the page and the pictures.
+
+python -m benchmarks.run --list
+python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
+python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
+"""
+
+import argparse
+import subprocess
+import sys
+import time
+
+import torch
+from tqdm import tqdm
+
+from .cases import CASES, Case, Task
+from .measure import (
+    ROOT,
+    device_slug,
+    interleaved,
+    peak_bytes,
+    peak_in_own_process,
+    percentiles,
+    place,
+)
+from .rows import RESULTS, Row, append
+from .tables import case_table
+
+QUICK_BUDGET, BUDGET = 4.0, 60.0  # seconds for the rounds of one task
+
+
+def run_case(case: Case, *, quick: bool = False, only: str | None = None) -> list[Row]:
+    """Test, time and, unless `quick`, append the rows of one case."""
+    failure = failing_tests(case)
+    if failure:
+        raise SystemExit(f"{case.name} is not timed, its tests fail:\n{failure}")
+    path = RESULTS / f"{device_slug()}.csv"
+    found: list[Row] = []
+    tasks = list(enumerate(case.quick if quick else case.tasks))
+    if only is not None:
+        tasks = [(i, task) for i, task in tasks if only in f"{task.kind} {task.dtype} {task.length}"]
+    with tqdm(total=sum(task.rounds for _, task in tasks), unit="round", disable=None) as bar:
+        for index, task in tasks:
+            bar.set_description(f"{case.name} {task.kind} {task.length} {task.dtype}")
+            rows = run_task(case, index, task, quick=quick, tick=bar.update)
+            if not quick:
+                append(path, rows)
+            found += rows
+    return found
+
+
+def failing_tests(case: Case) -> str:
+    """What pytest says if a test of the case fails or is missing; empty if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *case.tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
+
+
+def run_task(case: Case, index: int, task: Task, *, quick: bool, tick) -> list[Row]:
+    sides = {side: case.prepare(side, task) for side in case.taking_part(task)}
+    budget = QUICK_BUDGET if quick else BUDGET
+    seconds = interleaved(sides, rounds=task.rounds, budget=budget, tick=tick)
+    where = place()
+
+    def row(side: str, metric: str, unit: str, values: list[float]) -> Row:
+        p20, p50, p80 = percentiles(values)
+        shape = dict(task=task.kind, length=task.length, batch=task.batch, dtype=task.dtype)
+        return Row(case.name, side, **shape, metric=metric, unit=unit, p20=p20, p50=p50, p80=p80,
+                   rounds=len(values), **where)  # fmt: skip
+
+    rows = [row(side, "time", "s", values) for side, values in seconds.items()]
+    if task.memory and not quick:
+        del sides
+        for side in case.taking_part(task):
+            rows.append(row(side, "peak memory", "B", [peak_in_own_process(case.name, side, index)]))
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--quick", action="store_true", help="under a minute for each case; writes nothing")
+    parser.add_argument("--only", help="tasks whose 'kind dtype length' contains this")
+    parser.add_argument(
+        "--threads", type=int, default=None, help="CPU threads; all of the machine's by default"
+    )
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    parser.add_argument("--peak", nargs=2, metavar=("SIDE", "INDEX"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    if args.list:
+        for case in CASES.values():
+            print(f"{case.name:10} {case.about}")
+        return
+    if args.peak:
+        case, (side, index) = CASES[args.case], args.peak
+        print(peak_bytes(case.prepare(side, case.tasks[int(index)])))
+        return
+    for name in CASES if args.case == "all" else [args.case]:
+        start = time.perf_counter()
+        rows = run_case(CASES[name], quick=args.quick, only=args.only)
+        print(f"\n{name}: {CASES[name].about}\n")
+        print(case_table(CASES[name], rows))
+        print(f"\n{time.perf_counter() - start:.0f} s on {place()['device']}")
+
+
+if __name__ == "__main__":
+    main()

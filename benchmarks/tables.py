@@ -1,0 +1,151 @@
+"""Markdown tables of the committed rows.
+
+    python -m benchmarks.tables                  writes results/<device>.md for every CSV
+    python -m benchmarks.tables --case native    prints the table of one case, for the README
+
+A number is the median; ± is half the distance from the 20th to the 80th percentile.
+"""
+
+import argparse
+from pathlib import Path
+
+from minimax_hybrid.plotting import tokens
+
+from .cases import CASES, Case
+from .rows import RESULTS, Row, files, read
+
+_ORDER = ("prefill", "decode", "train", "forward", "forward+backward")
+
+
+def case_table(case: Case, rows: list[Row]) -> str:
+    """One line for each task: time of every side (decode: tokens/s), ratio to the first, peak memory."""
+    rows = [row for row in rows if row.case == case.name]
+    if not rows:
+        return "Not measured."
+    sides = [side for side in case.sides if any(row.side == side for row in rows)]
+    with_memory = any(row.metric == "peak memory" for row in rows)
+    head = ["task", "type", *sides, *(f"{side} / {sides[0]}" for side in sides[1:])]
+    if with_memory:
+        head += [f"{side}, peak" for side in sides]
+    found = {(_task(row), row.side, row.metric): row for row in rows}
+    lines = []
+    for task in sorted({_task(row): None for row in rows}, key=_order):
+        times = [found.get((task, side, "time")) for side in sides]
+        cells = [_task_name(task), task[3], *(_time(row) for row in times)]
+        cells += [_ratio(row, times[0]) for row in times[1:]]
+        if with_memory:
+            cells += [_memory(found.get((task, side, "peak memory"))) for side in sides]
+        lines.append(cells)
+    return markdown(head, lines)
+
+
+def page(path: Path) -> str:
+    """The page of one device."""
+    rows = read(path)
+    device = rows[-1].device if rows else path.stem
+    text = [
+        f"# {device}",
+        "",
+        f"Written by `python -m benchmarks.tables` from `{path.name}`, the newest row of each number. "
+        "Medians of interleaved rounds; ± is half the distance from the 20th to the 80th percentile. "
+        "Peak is the most resident memory of a process that does nothing else, weights and libraries "
+        "included.",
+    ]
+    for case in CASES.values():
+        of_case = [row for row in rows if row.case == case.name]
+        if not of_case:
+            continue
+        text += [
+            "",
+            f"## {case.name}",
+            "",
+            f"{case.about[0].upper()}{case.about[1:]}.",
+            "",
+            case_table(case, of_case),
+        ]
+        text += ["", provenance(case.name, of_case)]
+    return "\n".join(text) + "\n"
+
+
+def provenance(name: str, rows: list[Row]) -> str:
+    """The command, and where, when and with what the rows were measured."""
+    last = max(rows, key=lambda row: row.date)
+    commits = sorted({row.commit for row in rows})
+    return (
+        f"`python -m benchmarks.run --case {name}`, {last.date[:10]}, {last.device}, torch {last.torch}, "
+        f"transformers {last.transformers}, commit {', '.join(commits)}."
+    )
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    rule = ["---", "---", *["---:"] * (len(head) - 2)]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in (head, rule, *lines))
+
+
+def readme_table(name: str) -> str:
+    """The table of one case with its provenance, on the device whose rows are newest."""
+    measured = [(path, read(path, name)) for path in files()]
+    measured = [(path, rows) for path, rows in measured if rows]
+    if not measured:
+        return "Not measured."
+    _, rows = max(measured, key=lambda found: max(row.date for row in found[1]))
+    return f"{case_table(CASES[name], rows)}\n\n{provenance(name, rows)}"
+
+
+def write_pages() -> list[Path]:
+    written = []
+    for path in files():
+        target = path.with_suffix(".md")
+        target.write_text(page(path))
+        written.append(target)
+    return written
+
+
+def _task(row: Row) -> tuple[str, int, int, str]:
+    return row.task, row.length, row.batch, row.dtype
+
+
+def _order(task: tuple[str, int, int, str]) -> tuple:
+    kind, length, batch, dtype = task
+    return dtype != "float32", _ORDER.index(kind) if kind in _ORDER else len(_ORDER), length, batch
+
+
+def _task_name(task: tuple[str, int, int, str]) -> str:
+    kind, length, batch, _ = task
+    shape = tokens(length) if batch == 1 else f"{batch} x {tokens(length)}"
+    return f"decode after {shape}" if kind == "decode" else f"{kind} {shape}"
+
+
+def _time(row: Row | None) -> str:
+    if row is None:
+        return "-"
+    spread = (row.p80 - row.p20) / 2
+    if row.task == "decode":
+        rate = row.batch / row.p50
+        return f"{rate:.0f} ± {rate * spread / row.p50:.0f} tokens/s"
+    if row.p50 < 1:
+        return f"{row.p50 * 1e3:.3g} ± {spread * 1e3:.2g} ms"
+    return f"{row.p50:.2f} ± {spread:.2g} s"
+
+
+def _ratio(row: Row | None, first: Row | None) -> str:
+    return "-" if row is None or first is None else f"{row.p50 / first.p50:.2f}x"
+
+
+def _memory(row: Row | None) -> str:
+    return "-" if row is None else f"{row.p50 / 1e9:.2f} GB"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="benchmarks.tables", description=__doc__.splitlines()[0])
+    parser.add_argument("--case", choices=list(CASES))
+    args = parser.parse_args(argv)
+    if args.case:
+        print(readme_table(args.case))
+    else:
+        for path in write_pages():
+            print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+
+
+if __name__ == "__main__":
+    main()
