@@ -43,9 +43,26 @@ class HybridCache(Cache):
         )
         self.rows_kept = rows_kept
         self.history: Tensor | None = None
+        self._within_call = False
 
-    def note(self, sequences: Sequences) -> None:
+    def begin(self, B: int) -> None:
+        """Open a call of B sequences; `end` closes it.
+
+        Raises:
+            ValueError: the cache holds another number of sequences, or its last call broke off midway.
+        """
+        self._check_whole()
+        held = max((layer.batch_size for layer in self.layers), default=-1)
+        if held not in (-1, B):
+            raise ValueError(
+                f"the cache holds {held} sequences, got {B}; reorder or repeat them with "
+                "batch_select_indices() or batch_repeat_interleave(), or start a new HybridCache"
+            )
+        self._within_call = True
+
+    def end(self, sequences: Sequences) -> None:
         """Remember which positions of a finished call were real; of packed rows the last document goes on."""
+        self._within_call = False
         if sequences.cu_seqlens is not None:
             last = sequences.last_document
             self.history = None if bool(last.all()) else last
@@ -59,22 +76,24 @@ class HybridCache(Cache):
         Raises:
             ValueError: a lightning layer no longer holds the rows; nothing is changed.
         """
+        self._check_whole()
         length = self.get_seq_length()
+        tokens_to_remove = int(tokens_to_remove)  # transformers counts in tensors
         remove = max(0, length - tokens_to_remove) if tokens_to_remove > 0 else -tokens_to_remove
         if remove > length:
             raise ValueError(f"cannot take back {remove} positions, the cache holds {length}")
-        if remove == 0:
-            return
         for layer in self.layers:
             layer.check_crop(remove)
         for layer in self.layers:
             layer.crop(-remove)
         if self.history is not None:
-            self.history = self.history[:, : length - remove]
+            history = self.history[:, : length - remove]
+            self.history = None if bool(history.all()) else history
 
     def reset(self) -> None:
         super().reset()
         self.history = None
+        self._within_call = False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -89,6 +108,13 @@ class HybridCache(Cache):
         if self.history is not None:
             self.history = self.history.repeat_interleave(repeats, dim=0)
 
+    def _check_whole(self) -> None:
+        if self._within_call:
+            raise ValueError(
+                "the last call with this cache broke off midway, so some of its layers have seen tokens that "
+                "others have not; reset() it or start a new HybridCache, and compute the prompt anew"
+            )
+
 
 class SoftmaxLayer(DynamicLayer):
     """Keys and values (B, Hkv, T, D), written into room that grows by a quarter instead of copied at each
@@ -99,11 +125,9 @@ class SoftmaxLayer(DynamicLayer):
         self._room: tuple[Tensor, Tensor] | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
-        if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
+        if _tracked(key_states, value_states, self.keys, self.values):
             return super().update(key_states, value_states)
         held, new = self.get_seq_length(), key_states.shape[2]
-        if held and self.keys.shape[0] != key_states.shape[0]:
-            raise ValueError(f"the cache holds {self.keys.shape[0]} sequences, got {key_states.shape[0]}")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         if not self._has_room(held + new):
@@ -119,9 +143,13 @@ class SoftmaxLayer(DynamicLayer):
         self.keys, self.values = (room[:, :, : held + new] for room in self._room)
         return self.keys, self.values
 
+    @property
+    def batch_size(self) -> int:
+        return self.keys.shape[0] if self.is_initialized else -1
+
     def reset(self) -> None:
-        super().reset()
-        self._room = None
+        self.keys = self.values = self._room = None
+        self.is_initialized = False
 
     def check_crop(self, remove: int) -> None:
         """Any number of positions can be taken back."""
@@ -130,10 +158,10 @@ class SoftmaxLayer(DynamicLayer):
         """Whether `keys` still lies in our room (selecting rows makes a copy) and `length` positions fit."""
         if self._room is None:
             return False
-        inside = self.keys.numel() == 0 or self.keys.data_ptr() == self._room[0].data_ptr()
-        return (
-            inside and self.keys.shape[0] in (0, self._room[0].shape[0]) and length <= self._room[0].shape[2]
-        )
+        room = self._room[0]
+        inside = self.keys.numel() == 0 or self.keys.data_ptr() == room.data_ptr()
+        fits = self.keys.shape[0] in (0, room.shape[0]) and length <= room.shape[2]
+        return inside and fits and _writable(room)
 
 
 class LightningLayer(CacheLayerMixin):
@@ -149,6 +177,7 @@ class LightningLayer(CacheLayerMixin):
     def __init__(self, rows_kept: int = ROWS_KEPT):
         super().__init__()
         self.rows_kept = rows_kept
+        self.record_past = False
         self._clear()
 
     def _clear(self) -> None:
@@ -156,6 +185,7 @@ class LightningLayer(CacheLayerMixin):
         self.length = 0
         self.state = self.k_rows = self.v_rows = self.counts = self.log_decay = None
         self._settled = False  # full blocks are folded and the rows are one block wide
+        self._foldable = True  # no rows are held back for a crop (see activate_past_recording)
         self._plain = 0  # trailing positions at which every sequence has a token
         self._last_real: Tensor | None = None  # the last call's mask, if it had padding
 
@@ -164,12 +194,12 @@ class LightningLayer(CacheLayerMixin):
         shows."""
         if not self.is_initialized:
             self._start(q, k, v, log_decay)
-        if len(self.counts) != len(q):
-            raise ValueError(f"the cache holds {len(self.counts)} sequences, got {len(q)}")
-        if not self._settled:
+        if self._foldable and not self._settled:
             self._settle()
-        differentiate = torch.is_grad_enabled() and (q.requires_grad or self.state.requires_grad)
-        if q.shape[1] == 1 and real is None and not differentiate:
+        self._foldable = not self.record_past
+        tracked = _tracked(q, k, v, self.state, self.k_rows, self.v_rows)
+        if q.shape[1] == 1 and real is None and self._settled and self._foldable and not tracked:
+            self._own()
             out = lightning_decode(
                 q,
                 k,
@@ -191,19 +221,29 @@ class LightningLayer(CacheLayerMixin):
             return None
         return self._advanced(self.k_rows, self.v_rows, self.counts)
 
+    def activate_past_recording(self) -> None:
+        """From now on keep the rows of all calls since the last `crop`, not of the last call alone: a model
+        that drafts one by one takes them back together. At most `rows_kept`; `record_past` turns it off."""
+        self.record_past = True
+
     def check_crop(self, remove: int) -> None:
         """Raise a ValueError unless `remove` positions can be taken back exactly."""
+        if not remove:
+            return
         if remove > self.length or bool((self._rows_of_last(remove) > self.counts).any()):
             held = self.length if not self.is_initialized else int(self.counts.min())
             raise ValueError(
-                f"cannot take back {remove} positions: a lightning layer holds the rows of the last {held}, older "
-                "ones are folded into its state; build HybridCache with a larger rows_kept, or compute the "
-                "prompt anew"
+                f"cannot take back {remove} positions: a lightning layer holds the rows of the last {held}, "
+                "older ones are folded into its state; build HybridCache with a larger rows_kept, or compute "
+                "the prompt anew"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        remove = -tokens_to_remove
+        remove = -int(tokens_to_remove)
         self.check_crop(remove)
+        self._foldable = True
+        if not remove:
+            return
         self.counts = self.counts - self._rows_of_last(remove)
         self.length -= remove
         self._plain = max(0, self._plain - remove)
@@ -258,6 +298,13 @@ class LightningLayer(CacheLayerMixin):
         self.log_decay = log_decay
         self.is_initialized = self._settled = True
 
+    def _own(self) -> None:
+        """Make what a decode step writes into safe to write: part of no graph, and no inference tensor."""
+        if self.state.requires_grad or self.k_rows.requires_grad or not _writable(self.state):
+            self.state, self.k_rows, self.v_rows, self.counts = (
+                x.detach().clone() for x in (self.state, self.k_rows, self.v_rows, self.counts)
+            )
+
     def _settle(self) -> None:
         """Fold every full block into the state and keep the open block's rows, in room for one block."""
         full = self.counts // BLOCK * BLOCK
@@ -285,8 +332,9 @@ class LightningLayer(CacheLayerMixin):
             return self._extend_together(q, k, v, held[0])
         B, T = q.shape[:2]
         real = q.new_ones(B, T, dtype=torch.bool) if real is None else real
-        was_held = torch.arange(BLOCK, device=q.device) < self.counts[:, None]
-        mask = torch.cat([was_held, real], dim=1)  # (B, C + T)
+        R = self.k_rows.shape[1]
+        was_held = torch.arange(R, device=q.device) < self.counts[:, None]
+        mask = torch.cat([was_held, real], dim=1)  # (B, R + T)
         k, v = torch.cat([self.k_rows, k], dim=1), torch.cat([self.v_rows, v], dim=1)
         q = torch.cat([torch.zeros_like(self.k_rows), q], dim=1)
         rank = mask.long().cumsum(1) - 1
@@ -306,7 +354,7 @@ class LightningLayer(CacheLayerMixin):
             x.new_zeros(B, width, *x.shape[2:]).index_put(place, x[row, column]) for x in (k, v)
         )
         self._settled = False
-        return out[:, BLOCK:]
+        return out[:, R:]
 
     def _extend_together(self, q: Tensor, k: Tensor, v: Tensor, held: int) -> Tensor:
         """The same where all sequences hold equally many rows and have no padding: no row changes place."""
@@ -362,6 +410,15 @@ class LightningLayer(CacheLayerMixin):
         )
         if self._last_real is not None:
             self._last_real = change(self._last_real)
+
+
+def _tracked(*tensors: Tensor | None) -> bool:
+    """Whether autograd follows what is computed from these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _writable(x: Tensor) -> bool:
+    return not x.is_inference() or torch.is_inference_mode_enabled()
 
 
 def _take_rows(rows: Tensor, first: Tensor, number: int) -> Tensor:

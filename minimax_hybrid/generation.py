@@ -2,8 +2,8 @@
 
 - the cache of a hybrid model, under the name the installed transformers uses;
 - the repetition stop of the M1 report (section 3.2): a sequence ends when 3,000 tokens in a row each had a
-  probability above 0.99. transformers hands probabilities to a stopping criterion only on request, so a
-  logits processor keeps the last distribution and the criterion looks the chosen token up in it;
+  probability above 0.99. transformers hands probabilities to a stopping criterion only on request, so the
+  first logits processor keeps the last distribution and the criterion looks the chosen token up in it;
 - why each sequence ended.
 """
 
@@ -21,9 +21,9 @@ from .compat import CACHE_NAME
 class RepetitionStop(StoppingCriteria):
     """Ends a sequence after `run` consecutive tokens whose own probability is above `threshold` (strictly).
 
-    The probability is the model's, over the full vocabulary and before temperature, top-k or top-p. Pass it
-    to `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) tells which sequences it
-    ended.
+    The probability is the model's, over the full vocabulary and before temperature, top-k, top-p or any
+    penalty. Pass it to `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) tells
+    which sequences it would have ended, and `stopped_after` (B,) with how many new tokens (0 for none).
     """
 
     def __init__(self, *, run: int = 3000, threshold: float = 0.99):
@@ -36,25 +36,30 @@ class RepetitionStop(StoppingCriteria):
 
     def reset(self) -> None:
         self.stopped: Tensor | None = None
+        self.stopped_after: Tensor | None = None
         self._length: Tensor | None = None
-        self._log_probs: Tensor | None = None
+        self._tokens = 0
+        self._probabilities: Tensor | None = None
 
-    def watch(self, log_probs: Tensor) -> None:
-        """Note the distribution (B, V) from which the next token is drawn."""
-        self._log_probs = log_probs
+    def watch(self, logits: Tensor) -> None:
+        """Note the logits (B, V) that the next token is drawn from."""
+        self._probabilities = logits.float().softmax(dim=-1)
 
     def count(self, probability: Tensor) -> Tensor:
         """Enter the probability (B,) of the token just chosen; returns which sequences (B,) are to stop."""
         if self._length is None:
             self._length = torch.zeros_like(probability, dtype=torch.int64)
             self.stopped = torch.zeros_like(probability, dtype=torch.bool)
+            self.stopped_after = torch.zeros_like(self._length)
+        self._tokens += 1
         self._length = torch.where(probability > self.threshold, self._length + 1, 0)
-        self.stopped = self.stopped | (self._length >= self.run)
+        reached = ~self.stopped & (self._length >= self.run)
+        self.stopped_after = self.stopped_after.masked_fill(reached, self._tokens)
+        self.stopped = self.stopped | reached
         return self.stopped
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
-        chosen = self._log_probs.gather(-1, input_ids[:, -1:]).squeeze(-1)
-        return self.count(chosen.exp())
+        return self.count(self._probabilities.gather(-1, input_ids[:, -1:]).squeeze(-1))
 
 
 class _Watcher(LogitsProcessor):
@@ -62,7 +67,7 @@ class _Watcher(LogitsProcessor):
         self.stop = stop
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.stop.watch(scores.float().log_softmax(dim=-1))
+        self.stop.watch(scores)
         return scores
 
 
@@ -83,26 +88,34 @@ class HybridGenerationMixin:
             )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
+            if generation_config.is_assistant:
+                model_kwargs[CACHE_NAME].activate_past_recording()
         generation_config.cache_implementation = None
         return super()._prepare_cache_for_generation(
             generation_config, model_kwargs, generation_mode, batch_size, *args
         )
 
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """A repetition stop watches the model's own distribution, so it comes before every processor."""
+        processors = super()._get_logits_processor(*args, **kwargs)
+        return LogitsProcessorList(sorted(processors, key=lambda one: not isinstance(one, _Watcher)))
+
     def generate(self, *args: Any, repetition_stop: RepetitionStop | None = None, **kwargs: Any):
         """transformers' `generate`, with the cache under either name and an optional repetition stop.
 
         Raises:
-            ValueError: drafts longer than the cache can take back, or a repetition stop with beams.
+            ValueError: drafts longer than the cache can take back, or a repetition stop with beams or drafts.
         """
         for name in ("cache", "past_key_values"):
             if name != CACHE_NAME and kwargs.get(name) is not None:
                 kwargs[CACHE_NAME] = kwargs.pop(name)
-        self._check_drafts(kwargs)
+        drafted = self._check_drafts(kwargs)
         if repetition_stop is not None:
             config = kwargs.get("generation_config") or self.generation_config
-            if (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
+            if drafted or (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
                 raise ValueError(
-                    "the repetition stop follows one sequence; it cannot be used with num_beams above 1"
+                    "the repetition stop counts tokens one by one as they are chosen; it cannot be used with "
+                    "num_beams above 1, an assistant model or prompt lookup"
                 )
             repetition_stop.reset()
             processors = list(kwargs.pop("logits_processor", None) or [])
@@ -111,11 +124,18 @@ class HybridGenerationMixin:
             kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, repetition_stop])
         return super().generate(*args, **kwargs)
 
-    def _check_drafts(self, kwargs: dict[str, Any]) -> None:
+    def _check_drafts(self, kwargs: dict[str, Any]) -> bool:
+        """Whether tokens are drafted before they are chosen; a ValueError if the cache could not take them
+        back."""
         cache = kwargs.get(CACHE_NAME)
         limit = cache.rows_kept if isinstance(cache, HybridCache) else HybridCache(self.config).rows_kept
         config = kwargs.get("generation_config") or self.generation_config
         assistant = kwargs.get("assistant_model")
+        if kwargs.get("assistant_early_exit") or getattr(config, "assistant_early_exit", None):
+            raise ValueError(
+                "assistant_early_exit drafts with the first layers of this model, whose caches would then "
+                "differ in length from the others; use assistant_model or prompt_lookup_num_tokens"
+            )
         drafts = {
             "prompt_lookup_num_tokens": kwargs.get("prompt_lookup_num_tokens")
             or config.prompt_lookup_num_tokens
@@ -127,6 +147,7 @@ class HybridGenerationMixin:
                 raise ValueError(
                     f"{name} is {tokens}; the cache can take back drafts of at most {limit} tokens"
                 )
+        return assistant is not None or drafts["prompt_lookup_num_tokens"] is not None
 
 
 def finish_reasons(
@@ -135,14 +156,18 @@ def finish_reasons(
     end_tokens: int | Iterable[int] | None,
     repetition_stop: RepetitionStop | None = None,
 ) -> list[str]:
-    """Why each of B generated rows (B, T, without the prompt) ended: "end", "repetition" or "length"."""
+    """Why each of B generated rows (B, T, without the prompt) ended: "end", "repetition" or "length".
+
+    A row that the repetition stop ended goes on with padding, which is often an end token: what counts is
+    which came first.
+    """
+    B, T = new_tokens.shape
     ends = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or [])
-    ended = torch.isin(new_tokens, torch.tensor(ends, device=new_tokens.device, dtype=new_tokens.dtype)).any(
-        -1
-    )
-    stopped = repetition_stop.stopped if repetition_stop is not None else None
-    repeated = torch.zeros_like(ended) if stopped is None else stopped
+    ended = torch.isin(new_tokens, torch.tensor(ends, device=new_tokens.device, dtype=new_tokens.dtype))
+    length_at_end = torch.where(ended.any(-1), ended.long().cumsum(-1).eq(0).sum(-1) + 1, T + 1).tolist()
+    after = None if repetition_stop is None else repetition_stop.stopped_after
+    length_at_stop = [n or T + 1 for n in ([0] * B if after is None else after.tolist())]
     return [
-        "end" if e else "repetition" if r else "length"
-        for e, r in zip(ended.tolist(), repeated.tolist(), strict=True)
+        "length" if min(end, stop) > T else "end" if end <= stop else "repetition"
+        for end, stop in zip(length_at_end, length_at_stop, strict=True)
     ]

@@ -164,7 +164,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             input_ids: (B, T) tokens, or `inputs_embeds` (B, T, M) in their place.
             attention_mask: (B, past + T), 0 at padding, wherever it lies.
             position_ids: (B, T); where they restart and no mask hides anything, rows hold packed documents.
-            cache (or past_key_values): continue what it holds; made here if `use_cache` and none is given.
+            cache (or past_key_values): continue what it holds, whatever `use_cache` says; made here if
+                `use_cache` and none is given.
             routed_experts: (B, T, L, A) experts to use instead of the router's own choice.
 
         Returns:
@@ -174,10 +175,7 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         cache = _one_cache(cache, past_key_values)
         x = self._embed(input_ids, inputs_embeds)
         B, T, _ = x.shape
-        use_cache = self._wants_cache(use_cache, cache)
-        if use_cache and cache is None:
-            cache = HybridCache(self.config)
-        cache = cache if use_cache else None
+        cache = self._cache_for(cache, use_cache)
         chosen = self._replayed(routed_experts, B, T)
         sequences = find_sequences(
             B, T, attention_mask=attention_mask, position_ids=position_ids, cache=cache, device=x.device
@@ -194,6 +192,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
                 ("router_logits", output_router_logits),
             )
         }
+        if cache is not None:
+            cache.begin(B)
         for i, layer in enumerate(self.layers):
             _note(record, hidden_states=x)
             x, logits, weights = layer(x, sequences, chosen_experts=chosen[i], cache=cache, **shared)
@@ -201,7 +201,7 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         x = self.norm(x)
         _note(record, hidden_states=x)
         if cache is not None:
-            cache.note(sequences)
+            cache.end(sequences)
         recorded = {name: None if values is None else tuple(values) for name, values in record.items()}
         return HybridModelOutput(last_hidden_state=x, **recorded, **{CACHE_NAME: cache})
 
@@ -222,15 +222,24 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {rows}; check the tokenizer")
         return self.embed_tokens(input_ids)
 
-    def _wants_cache(self, use_cache: bool | None, cache: HybridCache | None) -> bool:
-        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
-            return False  # a checkpointed layer runs twice and would enter the cache twice
+    def _cache_for(self, cache: HybridCache | None, use_cache: bool | None) -> HybridCache | None:
+        """The given cache, a new one if one is wanted, or None."""
         if cache is not None and not isinstance(cache, HybridCache):
             raise ValueError(
                 f"the cache is a {type(cache).__name__}, and lightning layers need a "
                 "HybridCache(model.config)"
             )
-        return _asked(use_cache, self.config.use_cache)
+        if self.gradient_checkpointing and self.training and torch.is_grad_enabled():
+            # a checkpointed layer runs twice and would enter the cache twice
+            if cache is not None and cache.get_seq_length():
+                raise ValueError(
+                    f"a cache of {cache.get_seq_length()} positions cannot be continued under gradient "
+                    "checkpointing; call model.gradient_checkpointing_disable() or give the whole sequence"
+                )
+            return None
+        if cache is None and _asked(use_cache, self.config.use_cache):
+            cache = HybridCache(self.config)
+        return cache
 
     def _replayed(self, routed_experts: Tensor | None, B: int, T: int) -> list[Tensor | None]:
         """The given experts of each layer, (N, A); None where routers choose."""

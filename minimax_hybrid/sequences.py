@@ -1,9 +1,8 @@
 """Where the sequences lie in the rows of one call: which positions are real, and where documents begin.
 
 A mask that contains zeros means padding. Position ids that restart mean packed documents, but only without
-such a
-mask: the padded rows of `generate` restart too. Both become the operator's `cu_seqlens`, here and nowhere
-else.
+such a mask: the padded rows of `generate` restart too, where the padding ends. Both become the operator's
+`cu_seqlens`, here and nowhere else.
 """
 
 from dataclasses import dataclass
@@ -56,18 +55,21 @@ def find_sequences(
     past = cache.get_seq_length() if cache is not None else 0
     history = _history(B, past, T, attention_mask, cache)
     position_ids = _positions(B, past, T, position_ids, history, device)
-    real = None
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1  # (B, T - 1)
     if history is not None:
         real = history[:, past:]
-        real = None if bool(real.all()) else real
-        return Sequences(position_ids, real, history)
-    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+        if bool((starts & real[:, 1:] & real[:, :-1]).any()):
+            raise ValueError(
+                "position_ids restart between two real tokens (packed documents) and attention_mask hides "
+                "padding; give one of the two: packed rows without a mask, or one sequence in each padded row"
+            )
+        return Sequences(position_ids, None if bool(real.all()) else real, history)
     if T < 2 or not bool(starts.any()):
         return Sequences(position_ids)
     if past:
         raise ValueError(
-            f"position_ids restart (packed documents) and the cache holds {past} positions; packed rows start "
-            "with an empty cache, and a document is continued with positions that follow it"
+            f"position_ids restart (packed documents) and the cache holds {past} positions; packed rows "
+            "start with an empty cache, and a document is continued with positions that follow it"
         )
     first = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1).flatten().nonzero().squeeze(1)
     bounds = torch.cat([first, first.new_tensor([B * T])]).to(torch.int32)
@@ -100,8 +102,9 @@ def _history(
         return torch.cat([remembered, remembered.new_ones(B, T)], dim=1)
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask must be (batch, positions) with 1 at real tokens, got "
-            f"{tuple(attention_mask.shape)}; lightning layers see everything before a token, so other patterns cannot be honoured"
+            "attention_mask must be (batch, positions) with 1 at real tokens, got "
+            f"{tuple(attention_mask.shape)}; lightning layers see everything before a token, so other "
+            "patterns cannot be honoured"
         )
     if attention_mask.shape != (B, past + T):
         raise ValueError(
@@ -113,8 +116,8 @@ def _history(
         history = None
     if past and not _equal(remembered, None if history is None else history[:, :past]):
         raise ValueError(
-            "attention_mask hides other cached positions than the mask they were computed with; pass the same "
-            "mask, grown by the new positions"
+            "attention_mask hides other cached positions than the mask they were computed with; pass the "
+            "same mask, grown by the new positions"
         )
     return history
 
