@@ -1,0 +1,126 @@
+"""The settings of a training run, and the small TOML file that holds them."""
+
+import tomllib
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective
+
+OBJECTIVES = {"cispo": CISPO, "dapo": DAPO, "grpo": GRPO, "reinforce": REINFORCE}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. What has no default is given nowhere in the report, or is yours to say.
+
+    Args:
+        model: a folder with weights and tokenizer, or "demo", the checkpoint that comes with this package.
+        output: the run's folder: logs, checkpoints.
+        task, difficulty: a shipped task by name (addition, cipher, sudoku), or "module:function", and its
+            dial.
+        batches: rollout batches; a finished run given more goes on.
+        prompts, responses: per batch, and responses to each (G).
+        updates: optimiser steps per batch, each on another part of it (report: 16).
+        micro_batch: responses per forward pass; changes memory, not the result.
+        windows: output windows in tokens; with several, the staged schedule of section 5.
+        dynamic_sampling: how often more prompts may be drawn to replace groups without spread; None trains on
+            all.
+        overlong_ramp: tokens before the window over which the length penalty grows; 0 for none.
+        reward_range: (low, high) to clip rewards to.
+        format_reward: what a well-formed wrong response earns.
+        replay_routing: train through the experts that the rollout chose.
+        repetition_run: end a response after so many confident tokens in a row (report: 3,000).
+        evaluate_every, evaluation_problems: greedy accuracy on held-out problems, every so many batches.
+        save_every: batches between checkpoints.
+    """
+
+    model: str
+    output: str
+    task: str
+    difficulty: int
+    objective: Objective
+    learning_rate: float
+    batches: int
+    windows: tuple[int, ...]
+    prompts: int = 32
+    responses: int = 8
+    updates: int = 16
+    micro_batch: int = 256
+    temperature: float = 1.0
+    max_grad_norm: float = 1.0
+    dynamic_sampling: int | None = None
+    overlong_ramp: int = 0
+    reward_range: tuple[float, float] | None = None
+    format_reward: float = 0.0
+    replay_routing: bool = False
+    repetition_run: int | None = None
+    evaluate_every: int = 5
+    evaluation_problems: int = 200
+    save_every: int = 5
+    tensorboard: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "batches",
+            "prompts",
+            "responses",
+            "updates",
+            "micro_batch",
+            "evaluate_every",
+            "evaluation_problems",
+            "save_every",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0 or not self.max_grad_norm > 0:
+            raise ValueError(
+                "learning_rate and max_grad_norm must be above 0, "
+                f"got {self.learning_rate} and {self.max_grad_norm}"
+            )
+        if self.updates > self.prompts * self.responses:
+            raise ValueError(
+                f"updates is {self.updates}, more than the {self.prompts * self.responses} responses"
+            )
+        if self.objective.kl_coefficient > 0:
+            raise ValueError(
+                "this trainer keeps no reference policy: set kl_coefficient to 0 (CISPO has none)"
+            )
+
+
+def read_settings(path: Path | str) -> Settings:
+    """Settings from a TOML file; the objective is a table with its name and bounds.
+
+        [objective]
+        name = "cispo"
+        ratio_max = 5.0
+
+    Raises:
+        ValueError: unknown, missing or impossible settings, by name.
+    """
+    table = tomllib.loads(Path(path).read_text())
+    known = {field.name for field in fields(Settings)}
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"{path}: unknown settings {unknown}; known are {sorted(known)}")
+    for name in ("windows", "reward_range"):
+        if name in table:
+            table[name] = tuple(table[name])
+    if "objective" in table:
+        table["objective"] = read_objective(table["objective"])
+    try:
+        return Settings(**table)
+    except TypeError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_objective(table: dict[str, Any]) -> Objective:
+    """`{"name": "cispo", "ratio_max": 5.0}` and its like."""
+    bounds = dict(table)
+    name = bounds.pop("name", None)
+    if name not in OBJECTIVES:
+        raise ValueError(f"objective.name is {name!r}; choose one of {sorted(OBJECTIVES)}")
+    try:
+        return OBJECTIVES[name](**bounds)
+    except TypeError as error:
+        raise ValueError(f"objective {name!r}: {error}") from None

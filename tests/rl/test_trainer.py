@@ -1,0 +1,322 @@
+"""Claims about whole runs on a toy task: reward rises, a kill changes nothing, nothing non-finite is stepped
+on."""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import toy
+
+from minimax_hybrid.rl.logs import read_log
+from minimax_hybrid.rl.non_finite import NonFiniteError
+from minimax_hybrid.rl.objective import DAPO, GRPO, REINFORCE
+from minimax_hybrid.rl.tasks import Problem
+from minimax_hybrid.rl.trainer import Task, Trainer, find_task, train_from_file
+
+
+def trainer(folder: Path, task: Task = toy.say_a, **changes: object) -> Trainer:
+    return Trainer(toy.model(), toy.tokenizer(), task, toy.settings(folder, **changes))
+
+
+def log(folder: Path, kind: str | None = None) -> list[dict]:
+    return [line for line in read_log(folder / "log.jsonl") if kind in (None, line["kind"])]
+
+
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def test_reward_rises_and_the_log_says_how(tmp_path: Path) -> None:
+    trainer(tmp_path, batches=12).train()
+    batches, updates = log(tmp_path, "batch"), log(tmp_path, "update")
+    assert batches[0]["reward"] < 0.4
+    assert batches[-1]["reward"] > 0.8
+    assert [line["batch"] for line in batches] == list(range(12))
+    assert [line["step"] for line in updates] == list(range(1, 49))
+    on_policy = [line for line in updates if line["update"] == 0]
+    assert all(line["rollout_log_ratio_max"] < 1e-4 for line in on_policy)
+    assert all(line["rollout_correlation"] > 0.9999 for line in on_policy)
+    assert any(abs(line["ratio_largest"] - 1) > 1e-3 for line in updates if line["update"] == 3)
+    assert {line["batch"] for line in log(tmp_path, "evaluation")} == {0, 12}
+
+
+def test_one_seed_gives_one_run_and_another_seed_another(tmp_path: Path) -> None:
+    runs = {}
+    for name, seed in (("one", 0), ("two", 0), ("three", 1)):
+        trainer(tmp_path / name, batches=2, seed=seed).train()
+        runs[name] = log(tmp_path / name)
+    assert runs["one"] == runs["two"]
+    assert runs["one"] != runs["three"]
+
+
+class Killed(BaseException):
+    """Stands for a signal: nothing catches it."""
+
+
+def kill_at(count: int) -> Callable[[], None]:
+    """Raises on the call of that number."""
+    calls = iter(range(1, 10_000))
+
+    def tick(*_: object) -> None:
+        if next(calls) == count:
+            raise Killed
+
+    return tick
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, place: str, count: int) -> None:
+    """Let the process die at the count-th use of one operation."""
+    owner, name = {
+        "between updates": (torch.optim.AdamW, "step"),
+        "before the checkpoint gets its name": (Path, "rename"),
+        "while the optimiser is written": (torch, "save"),
+        "while an old checkpoint is removed": (shutil, "rmtree"),
+        "while sampling": (torch, "multinomial"),
+    }[place]
+    original, tick = getattr(owner, name), kill_at(count)
+
+    def dying(*args: object, **options: object) -> object:
+        tick()
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, dying)
+
+
+@pytest.mark.parametrize(
+    ("place", "count"),
+    [
+        ("between updates", 7),
+        ("before the checkpoint gets its name", 2),
+        ("while the optimiser is written", 3),
+        ("while an old checkpoint is removed", 4),
+        ("while sampling", 15),
+    ],
+)
+def test_a_run_that_dies_anywhere_goes_on_to_the_same_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, count: int
+) -> None:
+    whole = trainer(tmp_path / "whole", batches=4)
+    whole.train()
+    with monkeypatch.context() as patch:
+        interrupt(patch, place, count)
+        with pytest.raises(Killed):
+            trainer(tmp_path / "cut", batches=4).train()
+    again = trainer(tmp_path / "cut", batches=4)
+    again.train()
+    assert log(tmp_path / "cut") == log(tmp_path / "whole")
+    for name, value in weights(whole).items():
+        assert torch.equal(value, weights(again)[name]), name
+
+
+def _run_and_die(folder: Path) -> None:
+    problems = iter(range(10_000))
+
+    def deadly(rng: random.Random, difficulty: int) -> Problem:
+        if next(problems) == 14:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return toy.say_a(rng, difficulty)
+
+    trainer(folder, task=deadly, batches=4).train()
+
+
+def test_a_killed_process_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path / "whole", batches=4).train()
+    process = multiprocessing.get_context("fork").Process(target=_run_and_die, args=(tmp_path / "cut",))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    with (tmp_path / "cut" / "log.jsonl").open("a") as file:
+        file.write('{"kind": "update", "bat')  # a line that the kill cut short
+    trainer(tmp_path / "cut", batches=4).train()
+    assert log(tmp_path / "cut") == log(tmp_path / "whole")
+
+
+def test_a_finished_run_goes_on_with_more_batches_and_refuses_other_settings(tmp_path: Path) -> None:
+    trainer(tmp_path / "whole", batches=4).train()
+    trainer(tmp_path / "parts", batches=2).train()
+    place = trainer(tmp_path / "parts", batches=4).train()
+    assert log(tmp_path / "parts", "update") == log(tmp_path / "whole", "update")
+    assert place.name == "000004"
+    with pytest.raises(ValueError, match="another learning_rate"):
+        trainer(tmp_path / "parts", batches=5, learning_rate=1e-3).train()
+
+
+def test_a_checkpoint_is_a_model_that_loads_by_itself(tmp_path: Path) -> None:
+    run = trainer(tmp_path, batches=1)
+    place = run.train()
+    loaded = type(run.model).from_pretrained(place)
+    for name, value in weights(run).items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+    assert [path.name for path in place.parent.iterdir()] == ["000001"]
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_and_is_explained(tmp_path: Path) -> None:
+    run = Trainer(toy.model(layers=8), toy.tokenizer(), toy.say_a, toy.settings(tmp_path, batches=3))
+    zero = toy.VOCABULARY.index("c")
+    original = run.one_step
+    before = {}
+
+    def break_the_second_batch(update: int, *rest: object) -> None:
+        if run.done == 1 and update == 0:
+            with torch.no_grad():
+                run.model.model.embed_tokens.weight[zero] = 0
+        before.update(weights(run))
+        original(update, *rest)
+
+    run.one_step = break_the_second_batch
+    with pytest.raises(
+        NonFiniteError, match=f"batch 1, update .*parameters model\\..*after id {zero}"
+    ) as raised:
+        run.train()
+    assert "000001" in str(raised.value)
+    assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["000001"]
+
+
+def test_a_verifier_that_raises_loses_no_rollout_and_does_not_stop_the_run(tmp_path: Path) -> None:
+    calls = iter(range(10_000))
+
+    def fragile(rng: random.Random, difficulty: int) -> Problem:
+        problem = toy.say_a(rng, difficulty)
+
+        def verify(text: str) -> float:
+            if next(calls) % 5 == 0:
+                raise ZeroDivisionError("no such judge")
+            return problem.verify(text)
+
+        return Problem(problem.prompt, verify)
+
+    run = trainer(tmp_path, task=fragile, batches=2)
+    run.evaluate = lambda: None
+    run.train()
+    lost = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
+    batches = log(tmp_path, "batch")
+    assert sum(line["verifier_failures"] for line in batches) == len(lost) > 0
+    assert all(line["responses"] + line["verifier_failures"] == 16 for line in batches)
+    assert lost[0]["error"] == "ZeroDivisionError: no such judge"
+    assert lost[0]["tokens"]
+
+
+def test_a_verifier_that_always_raises_trains_on_nothing(tmp_path: Path) -> None:
+    def broken(text: str) -> float:
+        raise RuntimeError("down")
+
+    run = trainer(tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), broken), batches=1)
+    before = weights(run)
+    run.evaluate = lambda: None
+    run.train()
+    assert log(tmp_path, "update") == []
+    assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
+    assert len((tmp_path / "unscored.jsonl").read_text().splitlines()) == 16
+
+
+def test_a_reward_that_is_not_finite_is_refused_by_row_and_the_batch_is_kept(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), lambda text: float("nan"))
+    )
+    run.evaluate = lambda: None
+    with pytest.raises(ValueError, match="rewards of rows \\[0, 1, .*unscored.jsonl"):
+        run.train()
+    assert len((tmp_path / "unscored.jsonl").read_text().splitlines()) == 16
+
+
+def test_micro_batches_change_memory_and_not_the_run(tmp_path: Path) -> None:
+    for name, rows in (("whole", 256), ("parts", 3)):
+        trainer(tmp_path / name, batches=1, updates=1, micro_batch=rows).train()
+    whole, parts = (log(tmp_path / name, "update")[0] for name in ("whole", "parts"))
+    assert whole.keys() == parts.keys()
+    assert whole.pop("kind") == parts.pop("kind") == "update"
+    for name, value in whole.items():
+        assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+def test_dynamic_sampling_trains_on_groups_with_spread_only(tmp_path: Path) -> None:
+    def sometimes(rng: random.Random, difficulty: int) -> Problem:
+        problem = toy.say_a(rng, difficulty)
+        return Problem(problem.prompt, problem.verify if problem.prompt[0] in "bc" else lambda text: 1.0)
+
+    trainer(tmp_path / "one", task=sometimes, batches=1, dynamic_sampling=0).train()
+    trainer(tmp_path / "more", task=sometimes, batches=1, dynamic_sampling=10).train()
+    one, more = (log(tmp_path / name, "batch")[0] for name in ("one", "more"))
+    assert one["responses"] == 16
+    assert one["trained"] < 16
+    assert more["responses"] > 16
+    assert more["trained"] == 16
+
+
+def test_the_window_grows_when_both_indicators_say_so(tmp_path: Path) -> None:
+    run = trainer(tmp_path, batches=4, windows=(4, 8), overlong_ramp=2, learning_rate=1e-6)
+    run.window.patience, run.window.perplexity_change, run.window.near = 1, 1.0, 0.1
+    run.train()
+    assert [line["window"] for line in log(tmp_path, "batch")] == [4, 4, 8, 8]
+
+
+def test_replayed_routing_and_the_other_objectives_run(tmp_path: Path) -> None:
+    for name, objective in (("dapo", DAPO()), ("grpo", GRPO()), ("reinforce", REINFORCE())):
+        trainer(
+            tmp_path / name,
+            batches=1,
+            objective=objective,
+            replay_routing=True,
+            reward_range=(0.0, 0.5),
+            repetition_run=3,
+        ).train()
+        first = log(tmp_path / name, "update")[0]
+        assert first["rollout_log_ratio_max"] < 1e-4
+
+
+def test_the_policy_in_half_precision_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="train in float32.*bfloat16"):
+        Trainer(toy.model().bfloat16(), toy.tokenizer(), toy.say_a, toy.settings(tmp_path))
+
+
+def test_tasks_are_found_by_name() -> None:
+    assert find_task("toy:say_a") is toy.say_a
+    assert find_task("sudoku").__name__ == "sudoku"
+    with pytest.raises(ValueError, match="name your own"):
+        find_task("chess")
+
+
+def test_a_settings_file_is_a_run(tmp_path: Path) -> None:
+    toy.model().save_pretrained(tmp_path / "model")
+    toy.tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "run.toml").write_text(
+        f"""
+        model = "{tmp_path / "model"}"
+        output = "{tmp_path / "run"}"
+        task = "toy:say_a"
+        difficulty = 3
+        learning_rate = 1e-3
+        batches = 1
+        windows = [4]
+        prompts = 2
+        responses = 2
+        updates = 2
+        evaluation_problems = 2
+
+        [objective]
+        name = "cispo"
+        ratio_max = 5.0
+        """
+    )
+    place = train_from_file(tmp_path / "run.toml")
+    assert (place / "model.safetensors").exists()
+    assert len(log(tmp_path / "run", "update")) == 2
+
+
+def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip(
+        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+    )
+    trainer(tmp_path, batches=2, tensorboard=True).train()
+    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    seen = [event.value for event in events.Scalars("batch/reward")]
+    assert seen == pytest.approx([line["reward"] for line in log(tmp_path, "batch")])
