@@ -5,6 +5,7 @@ Two spellings exist for the same model: the release's (`minimax_m1`, `minimax_te
 `rope_parameters`). Both are read; the release's is kept and written, since the serving engines read that one.
 """
 
+import math
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -23,6 +24,28 @@ _ALPHA_BETA = {
 }
 _HEAD_DTYPES = ("float32", "float64", "bfloat16", "float16")
 _DEFAULT_THETA = 1e6
+_RELEASES = ("minimax_m1", "minimax_text_01")
+# what transformers' `minimax` means by leaving a field out, where the release means something else
+_MINIMAX_DEFAULTS = {"num_key_value_heads": 8, "bos_token_id": 1, "eos_token_id": 2, "postnorm": True}
+_TWO_NAMES = {
+    "attn_type_list": "layer_types",
+    "rope_theta": "rope_parameters",
+    "num_local_experts": "num_experts",
+}
+_TWO_NAMES |= {ours: theirs for theirs, ours in _ALPHA_BETA.items()}
+_TWO_NAMES |= {theirs: ours for ours, theirs in _TWO_NAMES.items()}
+_COUNTS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "max_position_embeddings",
+)
 
 
 class MiniMaxM1Config(PreTrainedConfig):
@@ -37,7 +60,8 @@ class MiniMaxM1Config(PreTrainedConfig):
         layernorm_{full_attention, linear_attention, mlp}_{alpha, beta}: factors of residual and branch (1 if
             absent).
         rotary_dim: leading dimensions of a head that rotate; all of `head_dim` if None.
-        postnorm: whether the residual is the normed input (both releases) or the input itself.
+        postnorm: whether the residual is the normed input (both releases) or the input itself. A release's
+            `config.json` without it means False, as the released code does.
         shared_intermediate_size: above 0, every layer has a shared expert besides the routed ones.
         head_dtype: type in which the output head computes and returns logits; the weight keeps its own.
     """
@@ -68,13 +92,13 @@ class MiniMaxM1Config(PreTrainedConfig):
     attention_dropout: float = 0.0
     sliding_window: int | None = None
     num_experts_per_tok: int = 2
-    num_local_experts: int = 8
+    num_local_experts: int | None = None
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     router_jitter_noise: float = 0.0
     shared_intermediate_size: int = 0
     shared_moe_mode: str = "sigmoid"
-    postnorm: bool = True
+    postnorm: bool | None = None
     layernorm_full_attention_alpha: float | None = None
     layernorm_full_attention_beta: float | None = None
     layernorm_linear_attention_alpha: float | None = None
@@ -85,11 +109,19 @@ class MiniMaxM1Config(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # names the remote code that this package replaces
-        self._read_layers(kwargs, spelling=kwargs.pop("model_type", None))
+        spelling = kwargs.pop("model_type", None)
+        self._check_counts("num_hidden_layers", "num_attention_heads")
+        self._read_layers(kwargs, spelling=spelling)
         self._read_factors(kwargs)
         self._read_rotary(kwargs)
+        experts = kwargs.pop("num_experts", None)
+        self.num_local_experts = _agree(
+            "num_local_experts", self.num_local_experts, "num_experts", experts, absent=8
+        )
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
+        if self.postnorm is None:
+            self.postnorm = spelling not in _RELEASES
         self._check()
         super().__post_init__(**kwargs)
 
@@ -150,15 +182,33 @@ class MiniMaxM1Config(PreTrainedConfig):
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The raw dictionary, with the model type of any spelling we read turned into this class's own."""
         config, kwargs = super().get_config_dict(*args, **kwargs)
-        spelling = config.get("model_type")
-        if spelling == "minimax" and not {"layer_types", "attn_type_list"} & set(config):
-            config["layer_types"] = _alternating(config.get("num_hidden_layers", cls.num_hidden_layers))
-        if spelling in ("minimax", "minimax_m1", "minimax_text_01"):
+        return cls._own_type(config), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MiniMaxM1Config":
+        """A configuration from a `config.json` of any spelling; fields among `kwargs` replace its own and are
+        checked with the rest."""
+        config = cls._own_type(dict(config_dict))
+        for name in [name for name in kwargs if name in cls.__dataclass_fields__ or name in _TWO_NAMES]:
+            if name not in ("dtype", "torch_dtype"):
+                config.pop(_TWO_NAMES.get(name), None)
+                config[name] = kwargs.pop(name)
+        return super().from_dict(config, **kwargs)
+
+    @classmethod
+    def _own_type(cls, config: dict[str, Any]) -> dict[str, Any]:
+        if config.get("model_type") == "minimax":
+            config = {**_MINIMAX_DEFAULTS, **config}
+            if not {"layer_types", "attn_type_list"} & set(config):
+                config["layer_types"] = _alternating(config.get("num_hidden_layers", cls.num_hidden_layers))
+        if config.get("model_type") in ("minimax", *_RELEASES):
             config["model_type"] = cls.model_type
-        return config, kwargs
+        return config
 
     def _read_layers(self, kwargs: dict[str, Any], *, spelling: str | None) -> None:
         layer_types = kwargs.pop("layer_types", None)
+        if self.attn_type_list is not None:
+            self.attn_type_list = list(self.attn_type_list)
         if spelling == "minimax" and layer_types is None and self.attn_type_list is None:
             layer_types = _alternating(self.num_hidden_layers)
         if layer_types is not None:
@@ -174,8 +224,8 @@ class MiniMaxM1Config(PreTrainedConfig):
             ]
         if len(self.attn_type_list) != self.num_hidden_layers:
             raise ValueError(
-                f"attn_type_list (or layer_types) has {len(self.attn_type_list)} entries and num_hidden_layers "
-                f"is {self.num_hidden_layers}; give one entry for each layer"
+                f"attn_type_list (or layer_types) has {len(self.attn_type_list)} entries and "
+                f"num_hidden_layers is {self.num_hidden_layers}; give one entry for each layer"
             )
         for i, kind in enumerate(self.attn_type_list):
             if kind not in (LIGHTNING, SOFTMAX):
@@ -183,19 +233,24 @@ class MiniMaxM1Config(PreTrainedConfig):
 
     def _read_factors(self, kwargs: dict[str, Any]) -> None:
         for theirs, ours in _ALPHA_BETA.items():
-            value = _agree(ours, getattr(self, ours), theirs, kwargs.pop(theirs, None))
-            setattr(self, ours, 1.0 if value is None else float(value))
+            value = _agree(ours, getattr(self, ours), theirs, kwargs.pop(theirs, None), absent=1.0)
+            setattr(self, ours, float(value) if _is_number(value) else value)
 
     def _read_rotary(self, kwargs: dict[str, Any]) -> None:
-        parameters = dict(kwargs.pop("rope_parameters", None) or {})
-        scaling = kwargs.pop("rope_scaling", None) or {}
+        parameters, scaling = (kwargs.pop(name, None) or {} for name in ("rope_parameters", "rope_scaling"))
+        for name, value in (("rope_parameters", parameters), ("rope_scaling", scaling)):
+            if not isinstance(value, dict):
+                raise ValueError(f"{name} is {value!r}; it must be a dictionary with a rope_type")
         kind = parameters.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
         if kind != "default":
             raise ValueError(f"rope_type is {kind!r}; only the 'default' rotary embedding is implemented")
-        theta = _agree(
-            "rope_theta", self.rope_theta, "rope_parameters['rope_theta']", parameters.get("rope_theta")
+        self.rope_theta = _agree(
+            "rope_theta",
+            self.rope_theta,
+            "rope_parameters['rope_theta']",
+            parameters.get("rope_theta"),
+            absent=_DEFAULT_THETA,
         )
-        self.rope_theta = _DEFAULT_THETA if theta is None else theta
         if self.head_dim is None:
             _divides("hidden_size", self.hidden_size, "num_attention_heads", self.num_attention_heads)
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -207,52 +262,57 @@ class MiniMaxM1Config(PreTrainedConfig):
             self.rotary_dim = self.head_dim
 
     def _check(self) -> None:
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_hidden_layers",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "num_local_experts",
-            "num_experts_per_tok",
-            "max_position_embeddings",
+        self._check_counts(*_COUNTS)
+        H, D = self.num_attention_heads, self.head_dim
+        _divides("num_attention_heads", H, "num_key_value_heads", self.num_key_value_heads)
+        whole = isinstance(self.rotary_dim, int)
+        for name, right, rule in (
+            (
+                "num_experts_per_tok",
+                self.num_experts_per_tok <= self.num_local_experts,
+                f"at most num_local_experts = {self.num_local_experts}",
+            ),
+            (
+                "rotary_dim",
+                whole and 0 <= self.rotary_dim <= D and self.rotary_dim % 2 == 0,
+                f"even and between 0 and head_dim = {D}",
+            ),
+            ("rms_norm_eps", _is_number(self.rms_norm_eps) and self.rms_norm_eps > 0, "a number above 0"),
+            ("rope_theta", _is_number(self.rope_theta) and self.rope_theta > 0, "a number above 0"),
+            ("hidden_act", self.hidden_act in ACT2FN, f"one of {sorted(ACT2FN)}; the releases use 'silu'"),
+            ("sliding_window", self.sliding_window is None, "null: softmax layers see everything"),
+            (
+                "shared_intermediate_size",
+                isinstance(self.shared_intermediate_size, int) and self.shared_intermediate_size >= 0,
+                "a whole number of at least 0",
+            ),
+            (
+                "shared_moe_mode",
+                self.shared_moe_mode == "sigmoid" or not self.shared_intermediate_size,
+                "'sigmoid' where there is a shared expert",
+            ),
+            ("head_dtype", self.head_dtype in _HEAD_DTYPES, f"one of {list(_HEAD_DTYPES)}"),
+            *(
+                (name, _is_number(getattr(self, name)), "a finite number")
+                for name in (*_ALPHA_BETA.values(), "router_aux_loss_coef", "initializer_range")
+            ),
+            *(
+                (name, _is_number(getattr(self, name)) and 0 <= getattr(self, name) < 1, "from 0 to below 1")
+                for name in ("router_jitter_noise", "attention_dropout")
+            ),
+            *(
+                (name, isinstance(getattr(self, name), bool), "true or false")
+                for name in ("postnorm", "tie_word_embeddings")
+            ),
         ):
+            if not right:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {rule}")
+
+    def _check_counts(self, *names: str) -> None:
+        for name in names:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a whole number of at least 1")
-        _divides(
-            "num_attention_heads", self.num_attention_heads, "num_key_value_heads", self.num_key_value_heads
-        )
-        if self.num_experts_per_tok > self.num_local_experts:
-            raise ValueError(
-                f"num_experts_per_tok is {self.num_experts_per_tok} and num_local_experts "
-                f"{self.num_local_experts}; a token cannot go to more experts than there are"
-            )
-        if not 0 <= self.rotary_dim <= self.head_dim or self.rotary_dim % 2:
-            raise ValueError(
-                f"rotary_dim is {self.rotary_dim}; it must be even and between 0 and head_dim "
-                f"= {self.head_dim}"
-            )
-        if not self.rms_norm_eps > 0:
-            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps!r}; it must be above 0")
-        if not self.rope_theta > 0:
-            raise ValueError(f"rope_theta is {self.rope_theta!r}; it must be above 0")
-        if self.hidden_act not in ACT2FN:
-            raise ValueError(
-                f"hidden_act is {self.hidden_act!r}; the releases use 'silu', known are {sorted(ACT2FN)}"
-            )
-        if self.sliding_window is not None:
-            raise ValueError(
-                f"sliding_window is {self.sliding_window!r}; softmax layers see everything: set it to null"
-            )
-        if self.shared_intermediate_size > 0 and self.shared_moe_mode != "sigmoid":
-            raise ValueError(
-                f"shared_moe_mode is {self.shared_moe_mode!r}; a shared expert is mixed by 'sigmoid'"
-            )
-        if self.head_dtype not in _HEAD_DTYPES:
-            raise ValueError(f"head_dtype is {self.head_dtype!r}; choose one of {list(_HEAD_DTYPES)}")
 
 
 class MiniMaxText01Config(MiniMaxM1Config):
@@ -266,6 +326,9 @@ def to_transformers(config: MiniMaxM1Config) -> dict[str, Any]:
     theirs = config.to_diff_dict()
     for name in ("attn_type_list", "rope_theta", *_ALPHA_BETA.values()):
         theirs.pop(name, None)
+    # its defaults differ from ours: nothing it reads may be left out
+    for name in ("num_key_value_heads", "head_dim", "bos_token_id", "eos_token_id", "pad_token_id"):
+        theirs[name] = getattr(config, name)
     theirs |= {name: getattr(config, ours) for name, ours in _ALPHA_BETA.items()}
     return theirs | {
         "model_type": "minimax",
@@ -285,15 +348,20 @@ def _deepnorm(layers: int) -> dict[str, float]:
     return {name: (2 * layers) ** 0.25 for name in _ALPHA_BETA.values() if name.endswith("_alpha")}
 
 
-def _agree(ours: str, value: Any, theirs: str, other: Any) -> Any:
+def _agree(ours: str, value: Any, theirs: str, other: Any, *, absent: Any = None) -> Any:
     """The value of a field that has two spellings, or a ValueError where they contradict each other."""
     if value is not None and other is not None and value != other:
         raise ValueError(
             f"{ours} is {value!r} and {theirs} is {other!r}; they mean the same: remove one of them"
         )
-    return other if value is None else value
+    given = other if value is None else value
+    return absent if given is None else given
 
 
 def _divides(name: str, value: int, divisor_name: str, divisor: int) -> None:
     if value % divisor:
         raise ValueError(f"{name} is {value} and {divisor_name} {divisor}; the second must divide the first")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
