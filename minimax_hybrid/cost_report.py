@@ -124,7 +124,7 @@ def _parameter_text(report: dict[str, Any]) -> str:
         ("total; with embedding and head", f"{counts['total']:,}", f"{active:,}"),
         ("without embedding and head", "", f"{counts['active']:,}"),
     ]
-    weights = ", ".join(f"{_bytes(n)} in {dtype}" for dtype, n in report["weight_bytes"].items())
+    weights = ", ".join(f"{byte_text(n)} in {dtype}" for dtype, n in report["weight_bytes"].items())
     return table(("parameters", "total", "active"), lines) + f"\nweights: {weights}"
 
 
@@ -141,7 +141,7 @@ def _length_text(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
                 ours, theirs = (r["flops_per_token"][mode]["total"] for r in (row, twin))
                 cells += [f"{ours:.4g}", f"{ours / theirs:.1%}"]
             ours, theirs = (r["cache_bytes"]["total"] for r in (row, twin))
-            lines.append([*cells, _bytes(ours), f"{ours / theirs:.1%}", _bytes(row["inference_bytes"])])
+            lines.append([*cells, byte_text(ours), f"{ours / theirs:.1%}", byte_text(row["inference_bytes"])])
         return table(head, lines)
     names = list(rows[0]["against"]["generation_flops"])
     figure = "figure1" in rows[0]["against"]
@@ -233,7 +233,8 @@ def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     )
 
 
-def _bytes(count: float) -> str:
+def byte_text(count: float) -> str:
+    """Bytes as people say them: 293.6 MB (decimal units)."""
     for unit in ("B", "KB", "MB", "GB"):
         if count < 1000:
             return f"{count:.4g} {unit}"

@@ -1,0 +1,259 @@
+"""The command `minimax-hybrid`: generate, inspect, convert, cost, bench, train.
+
+A caller's mistake is said in words: exit code 2 for a wrong command line or prompt, 1 for a file or model
+that cannot be used, 130 after Ctrl-C. Results go to standard output, all else to standard error.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+class UsageError(Exception):
+    """A command line that argparse lets pass and that cannot be followed."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.run is not _bench:
+        parser.error(f"unknown arguments: {' '.join(rest)}")
+    try:
+        return args.run(args, rest) if args.run is _bench else args.run(args)
+    except UsageError as error:
+        return _say(error, code=2)
+    except BrokenPipeError:
+        # whoever read our output has gone; without this, Python reports a failed flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (ValueError, OSError) as error:
+        return _say(error, code=1)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "memory" not in str(error):
+            raise
+        return _say(f"not enough memory: {str(error).splitlines()[0]}", code=1)
+    except KeyboardInterrupt:
+        return _say("interrupted", code=130)
+
+
+def _say(message: object, *, code: int) -> int:
+    print(f"minimax-hybrid: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minimax-hybrid", description="Hybrid lightning-attention models (MiniMax-M1): use and measure."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_generate(commands)
+    inspect = commands.add_parser("inspect", help="layers, parameters, tensors, memory needed")
+    inspect.add_argument("folder", type=Path, help="folder of a checkpoint")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+    inspect.set_defaults(run=_inspect)
+    _add_cost(commands)
+    bench = commands.add_parser("bench", help="run benchmarks, in a clone; see bench --help", add_help=False)
+    bench.set_defaults(run=_bench)
+    return parser
+
+
+def _add_generate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate", help="continue prompts", description="Continue prompts. Several make one batch; one is "
+        "shown as it comes. Without any, the prompt is read from standard input.",
+    )  # fmt: skip
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the bundled demo)")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE",
+                        help="one prompt, less a newline at its end; - is standard input; may be repeated")
+    parser.add_argument("--chat", action="append", default=[], metavar="FILE|TEXT",
+                        help="a JSON file of messages, or what the user says; may be repeated")
+    parser.add_argument("--max-new-tokens", type=_count, default=256, metavar="N")
+    parser.add_argument("--temperature", type=_positive, default=1.0, metavar="X")
+    parser.add_argument("--top-p", type=_share, default=0.95, metavar="P")
+    parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
+    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    parser.add_argument("--repetition-stop", type=_count, nargs="?", const=3000, metavar="RUN",
+                        help="end a text after RUN tokens in a row (3000) above the threshold")
+    parser.add_argument("--repetition-threshold", type=_share, default=0.99, metavar="P")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as stored")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each text, at the end")
+    parser.set_defaults(run=_generate)  # fmt: skip
+
+
+def _add_cost(commands: Any) -> None:
+    parser = commands.add_parser("cost", help="parameters, FLOPs, bytes and time bounds of a configuration")
+    parser.add_argument("config", metavar="DIR|CONFIG.json|m1|tiny")
+    parser.add_argument("--against", choices=("softmax", "r1", "qwen3"), default="softmax",
+                        help="the same model with softmax everywhere, DeepSeek-R1 or Qwen3-235B")
+    parser.add_argument("--lengths", type=_count, nargs="+", metavar="N", help="contexts in tokens")
+    parser.add_argument("--device", action="append", default=[], metavar="NAME",
+                        help="add roofline bounds: h100, h800, h200, or cpu (measured now); may be repeated")
+    parser.add_argument("--dtype", default="bfloat16", help="type of weights, keys and values")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it as well")
+    parser.set_defaults(run=_cost)  # fmt: skip
+
+
+def _generate(args: argparse.Namespace) -> int:
+    given = [*args.prompt, *(_read_prompt(name) for name in args.prompt_file)]
+    if not given and not args.chat:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("no prompt: give --prompt, --prompt-file or --chat, or pipe text in")
+        given = [_read_prompt("-")]
+    chats = [_read_chat(chat) for chat in args.chat]
+    import torch
+
+    from .chat import chat_text
+    from .generation import RepetitionStop
+    from .text import DEMO, Settings, encode, generate_text, load_model, load_tokenizer
+
+    _quiet_transformers()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.model or DEMO
+    tokenizer = load_tokenizer(folder)
+    try:
+        prompts = [encode(tokenizer, text) for text in given]
+        opened = [chat_text(tokenizer, messages, add_generation_prompt=True) for messages in chats]
+        prompts += [encode(tokenizer, text, special_tokens=False) for text in opened]
+    except ValueError as error:
+        raise UsageError(error) from error
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, dtype=args.dtype, device=device)
+    stop = None
+    if args.repetition_stop is not None:
+        stop = RepetitionStop(run=args.repetition_stop, threshold=args.repetition_threshold)
+    settings = Settings(max_new_tokens=args.max_new_tokens, top_p=args.top_p, repetition_stop=stop,
+                        temperature=None if args.greedy else args.temperature)  # fmt: skip
+    if args.seed is not None:
+        torch.manual_seed(args.seed)
+    streams = len(prompts) == 1 and not args.json
+    sys.stdout.reconfigure(errors="replace")
+    result = generate_text(model, tokenizer, prompts, settings, show=_show if streams else None)
+    _print_texts([*given, *chats], result, args)
+    print(result.summary(), file=sys.stderr)
+    return 0
+
+
+def _print_texts(asked: list[Any], result: Any, args: argparse.Namespace) -> None:
+    rows = zip(asked, result.texts, result.reasons, result.new_tokens, strict=True)
+    for i, (prompt, text, reason, count) in enumerate(rows, start=1):
+        if args.json:
+            print(json.dumps({"prompt": prompt, "text": text, "reason": reason, "tokens": count}))
+        elif len(asked) > 1:
+            print(f"--- text {i}\n{text}")
+    if len(asked) == 1 and not args.json:
+        print()  # the text itself was shown as it came
+    sys.stdout.flush()
+
+
+def _show(piece: str) -> None:
+    print(piece, end="", flush=True)
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from .inspection import inspect_report, inspect_text
+
+    _quiet_transformers()
+    report = inspect_report(args.folder)
+    print(json.dumps(report, indent=1) if args.json else inspect_text(report))
+    return 0 if report["fits"] else 1
+
+
+def _cost(args: argparse.Namespace) -> int:
+    from .config import MiniMaxM1Config
+    from .cost_report import LENGTHS, cost_plot, cost_report, cost_text, named_devices
+    from .inspection import read_config
+
+    sizes = {"m1": MiniMaxM1Config.m1, "tiny": MiniMaxM1Config.tiny}
+    config = sizes[args.config]() if args.config in sizes else read_config(args.config)
+    report = cost_report(
+        config, lengths=args.lengths or LENGTHS, against=args.against, devices=named_devices(args.device),
+        dtype=args.dtype,
+    )  # fmt: skip
+    print(json.dumps(report, indent=1) if args.json else cost_text(report))
+    if args.plot:
+        cost_plot(report, args.plot)
+    return 0
+
+
+def _bench(args: argparse.Namespace, rest: list[str]) -> int:
+    root = Path(__file__).parents[1]
+    if not (root / "benchmarks" / "run.py").is_file() or not (root / "pyproject.toml").is_file():
+        raise UsageError(
+            "the benchmarks are not part of an installed package; run this from a clone installed with pip "
+            "install -e ."
+        )
+    return subprocess.run([sys.executable, "-m", "benchmarks.run", *rest], cwd=root).returncode
+
+
+def _read_prompt(name: str) -> str:
+    data = sys.stdin.buffer.read() if name == "-" else _bytes_of(name)
+    try:
+        return data.decode("utf-8").removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"the prompt in {name} is not UTF-8 text: {error}") from error
+
+
+def _read_chat(given: str) -> list[Any]:
+    """The messages in a JSON file (a list, or an object with "messages"); other text is a user's message."""
+    if not (given.endswith(".json") or given == "-" or os.path.isfile(given)):
+        if not given:
+            raise UsageError("the chat message is empty")
+        return [{"role": "user", "content": given}]
+    try:
+        found = json.loads(_read_prompt(given))
+    except ValueError as error:
+        raise UsageError(f"{given} is not JSON: {error}") from error
+    return found["messages"] if isinstance(found, dict) and "messages" in found else found
+
+
+def _bytes_of(name: str) -> bytes:
+    try:
+        return Path(name).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _quiet_transformers() -> None:
+    """Its remarks are for programmers; its progress bars stay where a person watches."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not above 0; --greedy takes the likeliest token always")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,244 @@
+"""Text in, text out: prompts to one batch of tokens, text as it comes, and what it took.
+
+    tokenizer = load_tokenizer(folder)
+    prompts = [encode(tokenizer, "12+34=")]
+    result = generate_text(load_model(folder), tokenizer, prompts, Settings())
+    result.texts, result.reasons, result.summary()
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from .generation import RepetitionStop, finish_reasons
+from .inspection import read_config
+from .model import MiniMaxM1ForCausalLM
+
+DEMO = Path(__file__).parent / "demo"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_REASONS = {"end": "end of text", "length": "length limit", "repetition": "repetition stop"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to choose tokens; the defaults are those of the M1 report's evaluations.
+
+    Args:
+        temperature: divides the logits; None is greedy.
+        top_p: the smallest set of tokens with this probability in all is sampled from.
+        repetition_stop: ends a sequence that repeats itself; off if None.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float | None = 1.0
+    top_p: float = 0.95
+    repetition_stop: RepetitionStop | None = None
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Texts of one batch, each with why it ended ("end", "length" or "repetition"), and the time taken."""
+
+    texts: list[str]
+    reasons: list[str]
+    new_tokens: list[int]
+    prompt_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+
+    def summary(self) -> str:
+        decoded = sum(self.new_tokens) - len(self.texts)  # the first token of each text is prefill's
+        lines = [f"prefill {_rate(self.prompt_tokens, self.prefill_seconds)}"]
+        lines += [f"decode  {_rate(decoded, self.decode_seconds)}"] if decoded else []
+        for i, (reason, count) in enumerate(zip(self.reasons, self.new_tokens, strict=True), start=1):
+            which = f"text {i} " if len(self.texts) > 1 else ""
+            lines.append(f"{which}ended: {_REASONS[reason]} after {count:,} tokens")
+        return "\n".join(lines)
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, from a local folder; nothing is downloaded.
+
+    Raises:
+        ValueError: no such folder, no model of ours in it, no tokenizer or a damaged one.
+    """
+    read_config(folder)
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{folder} holds no tokenizer (tokenizer.json); copy it there from its release")
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception as error:  # a damaged file raises whatever its parser does
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+
+def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "cpu") -> MiniMaxM1ForCausalLM:
+    """The model of a checkpoint, ready to generate, from a local folder; nothing is downloaded.
+
+    Raises:
+        ValueError: tensors that do not fit, or a device that is not there.
+        FileNotFoundError: weights or shards that are not there.
+    """
+    config, place = read_config(folder), _usable(device)
+    model = MiniMaxM1ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
+    return model.to(place).eval()
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True) -> list[int]:
+    """The tokens of a prompt, all of whose characters the tokenizer knows.
+
+    Args:
+        special_tokens: let the tokenizer add its marks; False for text of a chat template, which has them.
+
+    Raises:
+        ValueError: an empty prompt, or characters that would be lost.
+    """
+    if not text:
+        raise ValueError("the prompt is empty")
+    try:
+        text.encode("utf-8")
+        tokens = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
+        lost = _lost(tokenizer, text)
+    except Exception as error:  # the tokenizers library raises nothing narrower
+        raise ValueError(f"the tokenizer refuses the prompt: {error}") from error
+    if lost:
+        raise ValueError(f"the tokenizer does not know these characters of the prompt: {lost!r}")
+    if not tokens:
+        raise ValueError(f"the prompt {text!r:.80} has no tokens")
+    return tokens
+
+
+def generate_text(
+    model: MiniMaxM1ForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]],
+    settings: Settings, *, show: Callable[[str], Any] | None = None,
+) -> Generated:
+    """Continue a batch of prompts.
+
+    Args:
+        prompts: tokens of each, of any lengths.
+        show: called with every new piece of text; for a single prompt only.
+    """
+    if show is not None and len(prompts) > 1:
+        raise ValueError(f"text can be shown as it comes for one prompt only, got {len(prompts)}")
+    ends = _end_tokens(model, tokenizer)
+    pads = (model.config.pad_token_id, tokenizer.pad_token_id, *ends, 0)
+    pad = next(token for token in pads if token is not None)
+    input_ids, mask = _left_padded(prompts, pad, model.config.vocab_size)
+    watch = _Watch(tokenizer, show)
+    sampling: dict[str, Any] = dict(do_sample=False)
+    if settings.temperature is not None:
+        sampling = dict(do_sample=True, temperature=settings.temperature, top_p=settings.top_p, top_k=0)
+    with torch.inference_mode():
+        tokens = model.generate(
+            input_ids.to(model.device), attention_mask=mask.to(model.device),
+            max_new_tokens=settings.max_new_tokens, num_beams=1, **sampling,
+            eos_token_id=ends or None, pad_token_id=pad,
+            repetition_stop=settings.repetition_stop, streamer=watch,
+        )  # fmt: skip
+    new = tokens[:, input_ids.shape[1] :].cpu()
+    reasons = finish_reasons(new, end_tokens=ends, repetition_stop=settings.repetition_stop)
+    rows = [_own(row, reason, ends, pad) for row, reason in zip(new.tolist(), reasons, strict=True)]
+    return Generated(
+        texts=[tokenizer.decode(row, skip_special_tokens=True) for row in rows],
+        reasons=reasons,
+        new_tokens=[len(row) for row in rows],
+        prompt_tokens=int(mask.sum()),
+        prefill_seconds=watch.first - watch.start,
+        decode_seconds=watch.last - watch.first,
+    )
+
+
+class _Watch(BaseStreamer):
+    """Notes when tokens come, and shows the text of one sequence in whole characters."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], Any] | None):
+        self.tokenizer, self.show = tokenizer, show
+        self.start = self.first = self.last = 0.0
+        self.ids: list[int] = []
+        # the text of ids[begin:shown] is on the screen; the rest is decoded after it, as blanks depend on it
+        self.begin = self.shown = 0
+
+    def put(self, value: Tensor) -> None:
+        now = time.perf_counter()
+        if not self.start:  # the first call brings the prompt
+            self.start = self.first = self.last = now
+            return
+        if self.first == self.start:
+            self.first = now
+        self.last = now
+        if self.show is not None:
+            self.ids += value.flatten().tolist()
+            self._show(whole=False)
+
+    def end(self) -> None:
+        if self.show is not None:
+            self._show(whole=True)
+
+    def _show(self, *, whole: bool) -> None:
+        before, after = (
+            self.tokenizer.decode(ids, skip_special_tokens=True)
+            for ids in (self.ids[self.begin : self.shown], self.ids[self.begin :])
+        )
+        # a character may need several tokens; until they are there it decodes to U+FFFD
+        if len(after) > len(before) and (whole or not after.endswith("\ufffd")):
+            self.show(after[len(before) :])
+            self.begin, self.shown = self.shown, len(self.ids)
+
+
+def _usable(device: str) -> torch.device:
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
+        raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
+    return place
+
+
+def _lost(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """The characters that become the unknown token, or nothing at all (blanks may)."""
+    for token in tokenizer.get_added_vocab():
+        text = text.replace(token, "")
+    characters = sorted(set(text))
+    rows = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
+    unknown = tokenizer.unk_token_id
+    return "".join(
+        c for c, row in zip(characters, rows, strict=True)
+        if unknown in row or not row and not c.isspace()
+    )
+
+
+def _end_tokens(model: MiniMaxM1ForCausalLM, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    given = model.generation_config.eos_token_id
+    given = tokenizer.eos_token_id if given is None else given
+    return [] if given is None else [given] if isinstance(given, int) else list(given)
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], pad: int, V: int) -> tuple[Tensor, Tensor]:
+    if not prompts:
+        raise ValueError("there is no prompt")
+    largest = max(max(tokens) for tokens in prompts)
+    if largest >= V:
+        raise ValueError(f"the tokenizer gives token {largest}, the model has {V}: they differ")
+    T = max(len(tokens) for tokens in prompts)
+    ids = torch.tensor([[pad] * (T - len(tokens)) + list(tokens) for tokens in prompts])
+    mask = torch.tensor([[0] * (T - len(tokens)) + [1] * len(tokens) for tokens in prompts])
+    return ids, mask
+
+
+def _own(row: list[int], reason: str, ends: list[int], pad: int) -> list[int]:
+    """A row of new tokens up to its end; rows that ended before others are filled with `pad`."""
+    if reason == "end":
+        return row[: next(i for i, token in enumerate(row) if token in ends) + 1]
+    while reason == "repetition" and row and row[-1] == pad:
+        row = row[:-1]
+    return row
+
+
+def _rate(count: int, seconds: float) -> str:
+    return f"{count:,} tokens in {seconds:.2f} s: {count / max(seconds, 1e-9):,.1f} tokens/s"
