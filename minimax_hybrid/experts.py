@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from .config import MiniMaxM1Config
+from .layers import Linear
 
 
 class Router(nn.Module):
@@ -64,9 +65,9 @@ class SharedExpert(nn.Module):
     def __init__(self, config: MiniMaxM1Config):
         super().__init__()
         self.act = ACT2FN[config.hidden_act]
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.up_proj = Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = Linear(config.intermediate_size, config.hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))

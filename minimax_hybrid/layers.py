@@ -2,7 +2,18 @@
 residual."""
 
 import torch
+from minimax_kernels import linear
 from torch import Tensor, nn
+
+
+class Linear(nn.Linear):
+    """A projection without bias, by the fastest float32 product a CPU has; elsewhere PyTorch's own."""
+
+    def __init__(self, width_in: int, width_out: int):
+        super().__init__(width_in, width_out, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
 
 
 class RMSNorm(nn.Module):

@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 
 from .cache import HybridCache
 from .config import MiniMaxM1Config
-from .layers import RMSNorm
+from .layers import Linear, RMSNorm
 from .sequences import Sequences, padded_lightning_attention
 
 NORM_EPS = 1e-6  # whatever rms_norm_eps says: the release builds this norm without it
@@ -34,9 +34,9 @@ class LightningAttention(nn.Module):
         self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         width = self.num_heads * self.head_dim
         self.act = ACT2FN[config.hidden_act]
-        self.qkv_proj = nn.Linear(config.hidden_size, 3 * width, bias=False)
-        self.output_gate = nn.Linear(config.hidden_size, width, bias=False)
-        self.out_proj = nn.Linear(width, config.hidden_size, bias=False)
+        self.qkv_proj = Linear(config.hidden_size, 3 * width)
+        self.output_gate = Linear(config.hidden_size, width)
+        self.out_proj = Linear(width, config.hidden_size)
         self.norm = RMSNorm(width, eps=NORM_EPS)
 
     def forward(self, x: Tensor, sequences: Sequences, cache: HybridCache | None) -> Tensor:

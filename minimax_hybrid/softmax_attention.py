@@ -10,7 +10,7 @@ from transformers.models.minimax.modeling_minimax import eager_attention_forward
 
 from .cache import HybridCache
 from .config import MiniMaxM1Config
-from .layers import rotate
+from .layers import Linear, rotate
 from .sequences import Sequences
 
 
@@ -26,10 +26,10 @@ class SoftmaxAttention(nn.Module):
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
         self.scaling = self.head_dim**-0.5
         M, D = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(M, config.num_attention_heads * D, bias=False)
-        self.k_proj = nn.Linear(M, config.num_key_value_heads * D, bias=False)
-        self.v_proj = nn.Linear(M, config.num_key_value_heads * D, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * D, M, bias=False)
+        self.q_proj = Linear(M, config.num_attention_heads * D)
+        self.k_proj = Linear(M, config.num_key_value_heads * D)
+        self.v_proj = Linear(M, config.num_key_value_heads * D)
+        self.o_proj = Linear(config.num_attention_heads * D, M)
 
     def forward(
         self,
