@@ -1,49 +1,57 @@
-"""Published checkpoints: what must be in them, what is, and how their names become ours.
+"""From a published checkpoint to a model: compare first, then load, and use every tensor exactly once.
 
-Two layouts exist on disk. The release stores every expert's `w1`, `w2`, `w3` apart; transformers' `minimax`
-stores them stacked, under `mlp`. Both are read, the first is written. In memory experts are stacked:
-`gate_up_proj` (E, 2F, M) holds w1 over w3, `down_proj` (E, M, F) is w2. transformers converts shard by shard
-while it loads, so a model is never held twice; what it would load is checked first, from the shards' headers
-alone.
+What the headers of the shards hold is compared with what the config asks for before anything is loaded
+(`checkpoint.py` knows the layouts). transformers then converts shard by shard, so a model is never held
+twice; `register_layouts` tells it how experts are stacked.
 """
 
+import copy
 import json
 import os
 import re
-import struct
+import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_STACKED = re.compile(r"^(.*)\.block_sparse_moe\.experts\.(gate_up_proj|down_proj)$")
-# transformers' own class saves its decay tables; ours computes them
-_DERIVED = re.compile(r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$")
+from .checkpoint import (
+    INDEX,
+    SINGLE,
+    Tensor,
+    is_derived,
+    parts_of,
+    published_name,
+    read_headers,
+    stacked_place,
+    with_variant,
+)
+from .config import MiniMaxM1Config
 
-
-@dataclass
-class Tensor:
-    """One tensor of a checkpoint, as its shard's header describes it."""
-
-    file: str
-    dtype: str
-    shape: tuple[int, ...]
-    bytes: int
+_TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_HEAD = "lm_head."
 
 
 @dataclass
 class Mismatch:
-    """How a checkpoint differs from the model it is for; names are the published ones."""
+    """How a checkpoint differs from the model it is for; names are the published ones.
+
+    partial: of stacked experts that are incomplete, the parts that are there: our name of the stack, then the
+        published name of the part and its name on disk.
+    """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
+    partial: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
@@ -79,7 +87,7 @@ def register_layouts(*model_types: str) -> None:
 def load(
     cls: type,
     from_pretrained: Callable[..., Any],
-    path: str | os.PathLike,
+    path: str | os.PathLike | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -87,72 +95,59 @@ def load(
 ) -> Any:
     """Check the folder, then let `from_pretrained` load it; see `HybridPreTrainedModel.from_pretrained`."""
     wants_info = kwargs.pop("output_loading_info", False)
-    folder, tensors = _weights_folder(path), {}
-    difference = Mismatch()
-    if folder is not None and kwargs.get("state_dict") is None:
-        tensors = read_headers(folder)
-        config = kwargs.get("config")
-        if config is None:
-            config = cls.config_class.from_pretrained(folder)
+    _check_config(cls, kwargs.get("config"))
+    folder = _weights_folder(path, kwargs)
+    if folder is None:
+        kwargs.setdefault("key_mapping", {r"\.mlp\.": ".block_sparse_moe."})
+        if not strict:
+            kwargs.setdefault("ignore_mismatched_sizes", True)
+        model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        if strict and path is not None:
+            _refuse(info, path)
+    else:
+        tensors = read_headers(folder, variant=kwargs.get("variant"))
+        config = _config_for(cls, folder, kwargs)
         difference = compare(tensors, model_on_meta(cls, config))
-        if strict and difference:
+        fatal = copy.copy(difference)
+        if kwargs.get("ignore_mismatched_sizes"):
+            fatal.mismatched = []
+        if strict and fatal:
             raise ValueError(
                 f"{folder} does not hold the weights of this config (strict=False loads what fits):\n  "
-                + difference.describe(tensors)
+                + fatal.describe(tensors)
             )
-        if any(".mlp." in name for name in tensors):
-            kwargs.setdefault("key_mapping", {r"\.mlp\.": ".block_sparse_moe."})
-    if not strict:
-        kwargs.setdefault("ignore_mismatched_sizes", True)
-    model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
-    if folder is None and strict:
-        _refuse(info, path)
-    # what is saved has the published names, whichever layout was read
-    if hasattr(model, "_weight_conversions"):
-        del model._weight_conversions
-    if not wants_info:
-        return model
-    if difference:
+        _choose_dtype(kwargs, config, tensors)
+        kwargs["key_mapping"] = {**_hidden(difference), r"\.mlp\.": ".block_sparse_moe."}
+        kwargs["ignore_mismatched_sizes"] = bool(difference)
+        model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        _fill_partial(model, folder, tensors, difference)
+        if difference:
+            warnings.warn(
+                f"{folder} does not fit its config: what fits was loaded, the rest initialised\n  "
+                + difference.describe(tensors),
+                stacklevel=3,
+            )
         info["missing_keys"] = set(difference.missing)
         info["unexpected_keys"] = set(difference.unexpected)
         info["mismatched_keys"] = set(difference.mismatched)
-    return model, info
-
-
-def read_headers(folder: str | os.PathLike) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint folder by its name on disk, from the headers of its shards.
-
-    Raises:
-        FileNotFoundError: no weights, or a shard of the index that is not there.
-        ValueError: a file that is damaged, or an index that contradicts its shards.
-    """
-    folder = Path(folder)
-    if (folder / INDEX).is_file():
-        weight_map = _read_index(folder / INDEX)
-        shards = sorted(set(weight_map.values()))
-    elif (folder / SINGLE).is_file():
-        weight_map, shards = None, [SINGLE]
-    else:
-        raise FileNotFoundError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX} is there")
-    absent = [shard for shard in shards if not (folder / shard).is_file()]
-    if absent:
-        raise FileNotFoundError(f"{folder / INDEX} names shards that are not there: {', '.join(absent)}")
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        for name, tensor in _read_header(folder / shard).items():
-            if name in tensors:
-                raise ValueError(f"{name} is in {tensors[name].file} and in {shard}; a tensor has one place")
-            tensors[name] = tensor
-    for name, shard in (weight_map or {}).items():
-        if name not in tensors or tensors[name].file != shard:
-            raise ValueError(f"{folder / INDEX} places {name} in {shard}, which does not hold it")
-    return tensors
+    # what is saved has the published names, whichever layout was read
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+    return (model, info) if wants_info else model
 
 
 def model_on_meta(cls: type, config: Any) -> nn.Module:
     """The model without memory for its weights: names and shapes only."""
     with torch.device("meta"):
-        return cls(config)
+        return cls(copy.deepcopy(config))
+
+
+def main_dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
+    """The type that most bytes of a checkpoint have; None if it is none of ours."""
+    sizes = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.dtype] += tensor.bytes
+    return _TYPES.get(sizes.most_common(1)[0][0]) if sizes else None
 
 
 def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -161,102 +156,149 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for name, tensor in model.state_dict().items():
         if name not in tied:
-            shapes |= _apart(name, tuple(tensor.shape))
+            shapes |= parts_of(name, tuple(tensor.shape))
     return shapes
 
 
 def compare(tensors: dict[str, Tensor], model: nn.Module) -> Mismatch:
-    """What of a checkpoint does not fit a model; its base model's names and both layouts of experts are
-    legal."""
-    found = {_our_name(name): name for name in tensors if not _DERIVED.search(name)}
-    prefix = model.base_model_prefix + "."
-    is_base = not hasattr(model, model.base_model_prefix)
-    if is_base and any(name.startswith(prefix) for name in found):
-        # the checkpoint is of the whole language model: only its base is asked for
-        found = {name.removeprefix(prefix): disk for name, disk in found.items() if name.startswith(prefix)}
+    """What of a checkpoint does not fit a model.
+
+    Both layouts of experts are legal, and so are a whole model's checkpoint for the stack without its head,
+    and the stack's for the whole model (whose head is then missing unless it is tied).
+    """
     difference = Mismatch()
-    used = set()
-    tied = getattr(model, "all_tied_weights_keys", {})
+    found = _published(tensors, model, difference)
+    used: set[str] = set()
+    tied = _tied_groups(model)
     for name, tensor in model.state_dict().items():
-        wanted = _apart(name, tuple(tensor.shape))
-        if name in found:
-            wanted = {name: tuple(tensor.shape)}
-        for part, shape in wanted.items():
+        shape = tuple(tensor.shape)
+        parts = {name: shape} if name in found else parts_of(name, shape)
+        wrong = []
+        for part, wanted in parts.items():
             if part not in found:
-                if name not in tied:
+                if not any(twin in found for twin in tied.get(part, ())):
+                    wrong.append(part)
                     difference.missing.append(part)
                 continue
             used.add(part)
-            if tensors[found[part]].shape != shape:
-                difference.mismatched.append((found[part], tensors[found[part]].shape, shape))
-    difference.unexpected = [disk for name, disk in found.items() if name not in used]
+            if tensors[found[part]].shape != wanted:
+                wrong.append(part)
+                difference.mismatched.append((found[part], tensors[found[part]].shape, wanted))
+        if wrong and len(parts) > 1:
+            difference.partial[name] = {
+                part: found[part] for part in parts if part in found and part not in wrong
+            }
+    difference.unexpected += [disk for name, disk in found.items() if name not in used]
     return difference
 
 
-def _our_name(name: str) -> str:
-    return name.replace(".mlp.", ".block_sparse_moe.")
+def _published(tensors: dict[str, Tensor], model: nn.Module, difference: Mismatch) -> dict[str, str]:
+    """The tensors on disk by the names that `model` would publish them under."""
+    found: dict[str, str] = {}
+    for disk in tensors:
+        name = published_name(disk)
+        if is_derived(disk):
+            continue
+        if name in found:  # the same weight in both layouts
+            difference.unexpected.append(disk)
+        else:
+            found[name] = disk
+    prefix = model.base_model_prefix + "."
+    whole = any(name.startswith(prefix) for name in found)
+    if not hasattr(model, model.base_model_prefix):
+        if not whole:
+            return found
+        return {
+            name.removeprefix(prefix): disk for name, disk in found.items() if not name.startswith(_HEAD)
+        }
+    if whole:
+        return found
+    return {name if name.startswith(_HEAD) else prefix + name: disk for name, disk in found.items()}
 
 
-def _apart(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
-    """The published tensors that one of ours is made of: (E, 2F, M) is E times w1 and w3, (E, M, F) E times
-    w2."""
-    stacked = _STACKED.match(name)
-    if not stacked:
-        return {name: shape}
-    E, rows, columns = shape
-    parts, rows = (("w1", "w3"), rows // 2) if stacked[2] == "gate_up_proj" else (("w2",), rows)
-    return {
-        f"{stacked[1]}.block_sparse_moe.experts.{e}.{part}.weight": (rows, columns)
-        for e in range(E)
-        for part in parts
-    }
+def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
+    """For each tied name, the others that hold the same weight: one of them in the file is enough."""
+    tied = getattr(model, "all_tied_weights_keys", {})
+    groups: dict[str, list[str]] = {}
+    for name, source in tied.items():
+        groups.setdefault(name, []).append(source)
+        groups.setdefault(source, []).append(name)
+    return groups
 
 
-def _weights_folder(path: str | os.PathLike) -> Path | None:
-    """The local folder whose weights will be loaded; None if they come from elsewhere."""
-    folder = Path(path)
+def _hidden(difference: Mismatch) -> dict[str, str]:
+    """Renamings that keep incomplete stacks of experts from transformers, which could not stack them."""
+    renamings = {}
+    for name in difference.partial:
+        experts, _, kind = name.rpartition(".")
+        parts = "w2" if kind == "down_proj" else "w[13]"
+        path = re.escape(experts.removeprefix("model."))
+        path = path.replace("block_sparse_moe", "(?:block_sparse_moe|mlp)")
+        renamings[rf"(?<![^.]){path}\.\d+\.{parts}\.weight"] = f"incomplete.{name}"
+    return renamings
+
+
+@torch.no_grad()
+def _fill_partial(model: nn.Module, folder: Path, tensors: dict[str, Tensor], difference: Mismatch) -> None:
+    """Put the experts that are there into stacks that were initialised because others are absent."""
+    for name, parts in difference.partial.items():
+        stack = model.get_parameter(name)
+        for part, disk in parts.items():
+            _, e, which = stacked_place(part)
+            half = stack.shape[1] // 2
+            rows = {"w1": slice(0, half), "w3": slice(half, None), "w2": slice(None)}[which]
+            with safe_open(folder / tensors[disk].file, "pt") as file:
+                stack[e, rows].copy_(file.get_tensor(disk))
+
+
+def _check_config(cls: type, config: Any) -> None:
+    if isinstance(config, PreTrainedConfig) and not isinstance(config, MiniMaxM1Config):
+        kind = type(config).__name__
+        raise ValueError(
+            f"the config is a {kind} and {cls.__name__} takes a {cls.config_class.__name__}; "
+            f"{cls.config_class.__name__}.from_dict(config.to_dict()) reads either spelling"
+        )
+
+
+def _config_for(cls: type, folder: Path, kwargs: dict[str, Any]) -> MiniMaxM1Config:
+    """The config that `from_pretrained` will build the model from, so that the same thing is compared."""
+    config = kwargs.get("config")
+    if isinstance(config, PreTrainedConfig):
+        return config
+    changes = {name: value for name, value in kwargs.items() if name not in ("config", "subfolder", "dtype")}
+    source = folder if config is None else config
+    return cls.config_class.from_pretrained(source, return_unused_kwargs=True, **changes)[0]
+
+
+def _choose_dtype(kwargs: dict[str, Any], config: MiniMaxM1Config, tensors: dict[str, Tensor]) -> None:
+    """Where neither caller nor config names a type, take the main one. transformers would take that of the
+    first tensor, and a float32 router that comes first would double the memory of the whole model."""
+    asked = kwargs.get("dtype") or kwargs.get("torch_dtype") or "auto"
+    if asked == "auto" and config.dtype is None and main_dtype(tensors) is not None:
+        kwargs.pop("torch_dtype", None)
+        kwargs["dtype"] = main_dtype(tensors)
+
+
+def _weights_folder(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> Path | None:
+    """The local folder whose weights will be loaded; None where they come from elsewhere or are renamed."""
+    elsewhere = ("state_dict", "gguf_file", "quantization_config", "key_mapping")
+    if path is None or any(kwargs.get(name) is not None for name in elsewhere):
+        return None
+    folder = Path(path) / (kwargs.get("subfolder") or "")
     if not folder.is_dir():
         return None
     adapter = folder / "adapter_config.json"
-    if adapter.is_file() and not any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        base = json.loads(adapter.read_text())["base_model_name_or_path"]
-        return Path(base) if Path(base).is_dir() else None
+    names = (with_variant(name, kwargs.get("variant")) for name in (SINGLE, INDEX))
+    if adapter.is_file() and not any((folder / name).is_file() for name in names):
+        base = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
+        return base if base.is_dir() else None
     return folder
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        return dict(json.loads(path.read_text())["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no index of shards ({error}); download it again") from error
-
-
-def _read_header(path: Path) -> dict[str, Tensor]:
-    """A safetensors file begins with the length of a JSON header, which gives each tensor's type, shape and
-    place."""
-    size = path.stat().st_size
-    try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            if length > size:
-                raise ValueError(f"its header claims {length} bytes and the file has {size}")
-            header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        tensors = {
-            name: Tensor(path.name, entry["dtype"], tuple(entry["shape"]), end - start)
-            for name, entry in header.items()
-            for start, end in [entry["data_offsets"]]
-        }
-        end = 8 + length + sum(tensor.bytes for tensor in tensors.values())
-        if end != size:
-            raise ValueError(f"its header speaks of {end} bytes and the file has {size}")
-    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}; download it again") from error
-    return tensors
-
-
 def _refuse(info: dict[str, Any], path: str | os.PathLike) -> None:
+    """After the event, where headers could not be compared beforehand."""
     wrong = {name: sorted(map(str, info[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")}
+    wrong["unexpected"] = [name for name in wrong["unexpected"] if not is_derived(name)]
     if any(wrong.values()):
         raise ValueError(
             f"{path} does not hold the weights of its config (strict=False loads what fits): {wrong}"

@@ -23,6 +23,7 @@ from transformers.utils import can_return_tuple
 
 from . import loading
 from .cache import HybridCache
+from .checkpoint import DERIVED
 from .compat import CACHE_NAME, MASK_CACHE_NAME, HybridCausalLMOutput, HybridModelOutput
 from .config import LIGHTNING, MiniMaxM1Config, MiniMaxText01Config
 from .experts import Experts, MixtureOfExperts, Router, SharedExpert, load_balancing_loss, mix_shared
@@ -99,6 +100,7 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_flex_attn = True
     _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["block_sparse_moe.gate"]  # the release stores its routers in float32
+    _keys_to_ignore_on_load_unexpected = [DERIVED]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -120,11 +122,13 @@ class HybridPreTrainedModel(PreTrainedModel):
     ) -> "HybridPreTrainedModel":
         """Load a checkpoint in the published layout, sharded or not.
 
-        With `strict`, names and shapes are compared from the shard headers before anything is loaded.
+        With `strict`, names and shapes are compared from the shard headers before anything is loaded. Without
+        it what fits is loaded, the rest initialised and warned of; `output_loading_info=True` returns the
+        lists.
 
         Raises:
             ValueError: tensors that are missing, unexpected or of another shape, each with its file and
-            shapes.
+                shapes; a damaged file.
             FileNotFoundError: weights or shards that are not there.
         """
         return loading.load(cls, super().from_pretrained, path, args, kwargs, strict=strict)
