@@ -17,6 +17,7 @@ import importlib
 import json
 import math
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -109,10 +110,10 @@ class Trainer:
 
     def one_batch(self) -> float:
         """Sample, grade, update, log; returns the mean reward."""
+        started = time.monotonic()
         choices = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.done)
         ramp, window = self.settings.overlong_ramp, self.window.size
         drawn, trained = self.collect(choices)
-        self.log_batch(drawn, trained)
         rewards = trained.rewards
         if ramp:
             rewards = rewards + overlong_penalty(_lengths(trained.responses), length_max=window, ramp=ramp)
@@ -120,6 +121,7 @@ class Trainer:
         order = torch.randperm(len(advantages), generator=choices)
         for update, rows in enumerate(order.chunk(self.settings.updates) if len(order) else []):
             self.one_step(update, [trained.responses[i] for i in rows.tolist()], advantages[rows])
+        self.log_batch(drawn, trained, time.monotonic() - started)
         self.done += 1
         return float(drawn.rewards.mean()) if len(drawn.rewards) else 0.0
 
@@ -238,7 +240,7 @@ class Trainer:
         tokens = response.tokens[:-1] if response.finish == "end" else response.tokens
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
-    def log_batch(self, drawn: Graded, trained: Graded) -> None:
+    def log_batch(self, drawn: Graded, trained: Graded, seconds: float) -> None:
         lengths = _lengths(drawn.responses)
         counts = Counter(response.finish for response in drawn.responses)
         log_probs = torch.tensor([x for response in drawn.responses for x in response.log_probs])
@@ -250,6 +252,7 @@ class Trainer:
             "length": float(lengths.float().mean()) if len(lengths) else 0.0,
             "perplexity": float((-log_probs.mean()).exp()) if len(log_probs) else 1.0,
             **{f"finish_{reason}": counts[reason] for reason in ("end", "length", "repetition")},
+            "seconds": seconds,
             **length_bias(drawn.rewards, lengths, drawn.group_ids),
         }
         if len(lengths):

@@ -26,7 +26,9 @@ def trainer(folder: Path, task: Task = toy.say_a, **changes: object) -> Trainer:
 
 
 def log(folder: Path, kind: str | None = None) -> list[dict]:
-    return [line for line in read_log(folder / "log.jsonl") if kind in (None, line["kind"])]
+    """Lines of a kind, without the one value that no seed fixes."""
+    lines = [line for line in read_log(folder / "log.jsonl") if kind in (None, line["kind"])]
+    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 def weights(run: Trainer) -> dict[str, torch.Tensor]:

@@ -1,5 +1,8 @@
 """The objective inside verl's own loss function, on verl's tensors (nested, unpadded)."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -100,6 +103,13 @@ def test_cispo_agrees_with_verls_own_once_its_offsets_are_set() -> None:
         Case().verl_loss(mode, "token-mean", dp_size=1, counts=False)[0] for mode in ("ours", "cispo")
     )
     assert torch.allclose(ours, theirs)
+
+
+def test_the_example_registers_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "scripts")
+    importlib.import_module("verl_losses")
+    for mode in ("m1_cispo", "m1_dapo"):
+        assert Case().verl_loss(mode, "token-mean", dp_size=1, counts=False)[0].isfinite()
 
 
 def test_what_verl_cannot_express_is_refused() -> None:
