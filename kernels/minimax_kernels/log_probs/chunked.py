@@ -27,8 +27,11 @@ class Chunks:
     rows: int
     vocab: int
 
-    def over(self, hidden: Tensor, weight: Tensor) -> "tuple[range, range]":
-        return range(0, len(weight), self.vocab), range(0, len(hidden), self.rows)
+    def of_rows(self, hidden: Tensor) -> list[slice]:
+        return [slice(n, n + self.rows) for n in range(0, len(hidden), self.rows)]
+
+    def of_vocab(self, weight: Tensor) -> list[slice]:
+        return [slice(v, v + self.vocab) for v in range(0, len(weight), self.vocab)]
 
 
 class TokenLogProbs(torch.autograd.Function):
@@ -39,87 +42,98 @@ class TokenLogProbs(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
-        with torch.autocast(hidden.device.type, enabled=False):
-            top, log_sum, target_logit, entropy = _statistics(hidden, weight, targets, chunks, with_entropy)
         ctx.chunks = chunks
-        ctx.save_for_backward(hidden, weight, targets, top, log_sum, entropy)
-        return target_logit - top - log_sum, entropy
+        sums = _Sums.empty(len(hidden), work_type(hidden, weight), hidden.device)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for columns in chunks.of_vocab(weight):
+                for rows in chunks.of_rows(hidden):
+                    z = _scaled_logits(hidden[rows], weight[columns], sums.top.dtype, chunks)
+                    sums.add(z, rows, targets[rows] - columns.start, with_entropy)
+                    del z
+        log_sum = sums.total.log()
+        entropy = log_sum - sums.moment / sums.total if with_entropy else None
+        ctx.save_for_backward(hidden, weight, targets, sums.top + log_sum, entropy)
+        return sums.target - sums.top - log_sum, entropy
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, targets, top, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         need_dhidden, need_dweight = ctx.needs_input_grad[:2]
-        work = top.dtype
+        work = normaliser.dtype
         if dlog_probs is None:
-            dlog_probs = torch.zeros_like(top)
+            dlog_probs = torch.zeros_like(normaliser)
         dhidden = torch.zeros_like(hidden, dtype=work) if need_dhidden else None
         dweight = torch.empty_like(weight) if need_dweight else None
-        vocab_starts, row_starts = ctx.chunks.over(hidden, weight)
         with torch.autocast(hidden.device.type, enabled=False):
-            for v in vocab_starts:
-                weight_chunk = weight[v : v + ctx.chunks.vocab]  # (Vc, M)
-                weight_work = weight_chunk.to(work)
-                dweight_chunk = torch.zeros_like(weight_work) if need_dweight else None
-                for n in row_starts:
-                    rows = slice(n, n + ctx.chunks.rows)
-                    z = logits_slice(hidden[rows], weight_chunk, work)  # (Nc, Vc)
-                    log_p = z.div_(ctx.chunks.temperature).sub_((top[rows] + log_sum[rows])[:, None])
-                    dz = _dlogits(log_p, dlog_probs[rows], dentropy, entropy, rows)
-                    inside, column = _find(targets[rows], v, len(weight_chunk))
+            for columns in ctx.chunks.of_vocab(weight):
+                part = weight[columns]  # (Vc, M)
+                part_work = part.to(work)
+                dpart = torch.zeros_like(part_work) if need_dweight else None
+                for rows in ctx.chunks.of_rows(hidden):
+                    log_p = _scaled_logits(hidden[rows], part, work, ctx.chunks).sub_(normaliser[rows, None])
+                    if dentropy is None:
+                        dz = log_p.exp_().mul_(-dlog_probs[rows, None])
+                    else:
+                        dz = _dz_with_entropy(log_p, dlog_probs[rows], dentropy[rows], entropy[rows])
+                    del log_p
+                    inside, column = _find(targets[rows] - columns.start, len(part))
                     dz.scatter_add_(1, column[:, None], (dlog_probs[rows] * inside)[:, None])
                     dz.div_(ctx.chunks.temperature)
                     if need_dhidden:
-                        dhidden[rows] += product(dz, weight_work.mT)
+                        dhidden[rows] += product(dz, part_work.mT)
                     if need_dweight:
-                        dweight_chunk += product(dz.mT, hidden[rows].to(work).mT)
+                        dpart += product(dz.mT, hidden[rows].to(work).mT)
+                    del dz
                 if need_dweight:
-                    dweight[v : v + ctx.chunks.vocab] = dweight_chunk
+                    dweight[columns] = dpart
         return dhidden.to(hidden.dtype) if need_dhidden else None, dweight, None, None, None
 
 
-def _statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Of every row: m, log s, the target's z, and the entropy if asked for."""
-    work = work_type(hidden, weight)
-    top = torch.full((len(hidden),), torch.finfo(work).min, dtype=work, device=hidden.device)
-    # s, sum exp(z - m) (z - m), z[target]
-    total, moment, target_logit = (torch.zeros_like(top) for _ in range(3))
-    vocab_starts, row_starts = chunks.over(hidden, weight)
-    for v in vocab_starts:
-        weight_chunk = weight[v : v + chunks.vocab]
-        for n in row_starts:
-            rows = slice(n, n + chunks.rows)
-            z = logits_slice(hidden[rows], weight_chunk, work).div_(chunks.temperature)  # (Nc, Vc)
-            inside, column = _find(targets[rows], v, len(weight_chunk))
-            target_logit[rows] += z.gather(1, column[:, None])[:, 0] * inside
-            before = top[rows].clone()
-            top[rows] = torch.maximum(before, z.amax(1))
-            drop = before - top[rows]
-            z.sub_(top[rows, None])
-            p = z.exp() if with_entropy else z.exp_()
-            if with_entropy:
-                moment[rows] = drop.exp() * (moment[rows] + total[rows] * drop) + z.mul_(p).sum(1)
-            total[rows] = drop.exp() * total[rows] + p.sum(1)
-    log_sum = total.log()
-    return top, log_sum, target_logit, log_sum - moment / total if with_entropy else None
+@dataclass
+class _Sums:
+    """What each row has gathered from the columns seen so far, (N,) each."""
+
+    top: Tensor  # m
+    total: Tensor  # s
+    moment: Tensor  # sum exp(z - m) (z - m)
+    target: Tensor  # z[target], 0 until it is seen
+
+    @classmethod
+    def empty(cls, N: int, dtype: torch.dtype, device: torch.device) -> "_Sums":
+        top = torch.full((N,), torch.finfo(dtype).min, dtype=dtype, device=device)
+        return cls(top, *(torch.zeros_like(top) for _ in range(3)))
+
+    def add(self, z: Tensor, rows: slice, column: Tensor, with_entropy: bool) -> None:
+        """Take in logits (Nc, Vc), overwriting them; a target is at its `column` (Nc,) if that is in them."""
+        inside, column = _find(column, z.shape[1])
+        self.target[rows] += z.gather(1, column[:, None])[:, 0] * inside
+        top = torch.maximum(self.top[rows], z.amax(1))
+        drop = self.top[rows] - top
+        fade = drop.exp()
+        z.sub_(top[:, None])
+        if with_entropy:
+            p = z.exp()
+            self.moment[rows] = fade * (self.moment[rows] + self.total[rows] * drop) + z.mul_(p).sum(1)
+        else:
+            p = z.exp_()
+        self.total[rows] = fade * self.total[rows] + p.sum(1)
+        self.top[rows] = top
 
 
-def _dlogits(
-    log_p: Tensor, dlog_probs: Tensor, dentropy: Tensor | None, entropy: Tensor | None, rows: slice
-) -> Tensor:
-    """The part of dz that every column has; `log_p` is overwritten."""
-    if dentropy is None or entropy is None:
-        return log_p.exp_().mul_(-dlog_probs[:, None])
+def _scaled_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunks: Chunks) -> Tensor:
+    return logits_slice(hidden, weight, dtype).div_(chunks.temperature)
+
+
+def _dz_with_entropy(log_p: Tensor, dlog_probs: Tensor, dentropy: Tensor, entropy: Tensor) -> Tensor:
+    """The part of dz that every column has, (Nc, Vc); `log_p` is overwritten."""
     p = log_p.exp()
-    return p.mul_(log_p.add_(entropy[rows, None]).mul_(-dentropy[rows, None]).sub_(dlog_probs[:, None]))
+    return p.mul_(log_p.add_(entropy[:, None]).mul_(-dentropy[:, None]).sub_(dlog_probs[:, None]))
 
 
-def _find(targets: Tensor, start: int, size: int) -> tuple[Tensor, Tensor]:
-    """Whether each target lies among `size` columns from `start`, and its column there (0 if not)."""
-    column = targets - start
+def _find(column: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Which columns lie in [0, size), and the column itself (0 where it does not)."""
     inside = (column >= 0) & (column < size)
     return inside, column * inside
