@@ -76,9 +76,7 @@ def main() -> None:
     trainer.train()
     trainer.save_model(args.output)
     rewards = [line["reward"] for line in trainer.state.log_history if "reward" in line]
-    print(
-        f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last of {len(rewards)}; {args.output}"
-    )
+    print(f"reward {rewards[0]:.3f} in the first batch, {rewards[-1]:.3f} in the last of {len(rewards)}")
 
 
 if __name__ == "__main__":
