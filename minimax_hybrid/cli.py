@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # whoever read our output has gone; without this, Python reports a failed flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         return _say(error, code=1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
@@ -59,6 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
     _add_cost(commands)
+    train = commands.add_parser("train", help="reinforcement learning, from a settings file")
+    train.add_argument("settings", type=Path, metavar="CONFIG.toml", help="see minimax_hybrid/rl/settings.py")
+    train.set_defaults(run=_train)
     bench = commands.add_parser("bench", help="run benchmarks, in a clone; see bench --help", add_help=False)
     bench.set_defaults(run=_bench)
     return parser
@@ -184,6 +187,14 @@ def _cost(args: argparse.Namespace) -> int:
     print(json.dumps(report, indent=1) if args.json else cost_text(report))
     if args.plot:
         cost_plot(report, args.plot)
+    return 0
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .rl.trainer import train_from_file
+
+    _quiet_transformers()
+    print(f"the last checkpoint is {train_from_file(args.settings)}", file=sys.stderr)
     return 0
 
 

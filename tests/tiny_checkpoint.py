@@ -15,23 +15,24 @@ STRING_TEMPLATE = (
 )
 
 
-def character_tokenizer(characters: str = CHARACTERS) -> PreTrainedTokenizerFast:
-    """One token for each character and one that ends a text; other characters have none."""
-    vocabulary = {c: i for i, c in enumerate(characters)}
+def character_tokenizer(*, ends: bool = True) -> PreTrainedTokenizerFast:
+    """One token for each character and, if texts are to end, one for that; other characters have none."""
+    vocabulary = {c: i for i, c in enumerate(CHARACTERS)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    if ends:
+        tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **({"eos_token": "<end>"} if ends else {}))
     fast.chat_template = STRING_TEMPLATE
     return fast
 
 
-def tiny_checkpoint(folder: Path, *, seed: int = 0, **changes: object) -> Path:
+def tiny_checkpoint(folder: Path, *, seed: int = 0, ends: bool = True, **changes: object) -> Path:
     """A random two-layer model and its tokenizer in `folder`."""
-    tokenizer = character_tokenizer()
+    tokenizer = character_tokenizer(ends=ends)
     sizes = dict(
         vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, attn_type_list=[0, 1],
-        eos_token_id=tokenizer.eos_token_id,
+        initializer_range=0.15, eos_token_id=tokenizer.eos_token_id,
     )  # fmt: skip
     torch.manual_seed(seed)
     model = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(**{**sizes, **changes}))
