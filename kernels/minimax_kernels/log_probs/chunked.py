@@ -8,7 +8,7 @@ With z = hidden @ weight.T / temperature, and over the whole vocabulary m = max 
     d entropy       / dz[j] = -p[j] (log p[j] + entropy)
 
 Forward and backward each make the logits of a chunk, use them and drop them. The vocabulary is the outer
-loop, so a chunk of the weight, and of its gradient in float32, is held once for all rows.
+loop, so a chunk of the weight, and of its gradient, is turned into float32 once for all rows.
 """
 
 from dataclasses import dataclass
@@ -71,7 +71,7 @@ class TokenLogProbs(torch.autograd.Function):
             for columns in ctx.chunks.of_vocab(weight):
                 part = weight[columns]  # (Vc, M)
                 part_work = part.to(work)
-                dpart = torch.zeros_like(part_work) if need_dweight else None
+                dpart = None
                 for rows in ctx.chunks.of_rows(hidden):
                     log_p = _scaled_logits(hidden[rows], part, work, ctx.chunks).sub_(normaliser[rows, None])
                     if dentropy is None:
@@ -85,10 +85,12 @@ class TokenLogProbs(torch.autograd.Function):
                     if need_dhidden:
                         dhidden[rows] += product(dz, part_work.mT)
                     if need_dweight:
-                        dpart += product(dz.mT, hidden[rows].to(work).mT)
+                        more = product(dz.mT, hidden[rows].to(work).mT)
+                        dpart = more if dpart is None else dpart.add_(more)
+                        del more
                     del dz
                 if need_dweight:
-                    dweight[columns] = dpart
+                    dweight[columns] = 0 if dpart is None else dpart  # no rows: None
         return dhidden.to(hidden.dtype) if need_dhidden else None, dweight, None, None, None
 
 

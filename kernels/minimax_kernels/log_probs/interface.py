@@ -26,8 +26,8 @@ def token_log_probs(
 
     Differentiable in hidden and weight, through both results. Arithmetic is float32 whatever the types
     (float64 if either input is), under autocast too. Beside results and gradients, forward and backward
-    hold about two chunks of logits (row_chunk x vocab_chunk x 4 bytes each), one chunk of weight and of its
-    gradient in float32, and hidden's gradient in float32.
+    hold two chunks of logits at most (row_chunk x vocab_chunk x 4 bytes each), up to three chunks of weight
+    (vocab_chunk x M x 4 bytes each: weight, gradient, a term of it), and hidden's gradient in float32.
 
     Args:
         hidden: (..., M); entry i predicts targets[i], so the caller has shifted.
