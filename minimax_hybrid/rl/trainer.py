@@ -178,15 +178,22 @@ class Trainer:
             )
             part.backward()
             loss += part.item()
-            every = (log_probs.detach(), batch.old_log_probs, A[:, None].expand_as(mask), entropy.detach())
-            scored.append(torch.stack([x[mask] for x in every]))
+            every = {
+                "token": batch.input_ids,
+                "log_prob": log_probs.detach(),
+                "old_log_prob": batch.old_log_probs,
+                "advantage": A[:, None].expand_as(mask),
+                "entropy": entropy.detach(),
+            }
+            scored.append({name: x[mask] for name, x in every.items()})
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not (math.isfinite(loss) and norm.isfinite()):
             self.stop(update, loss, responses)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm)
         self.optimizer.step()
         self.step += 1
-        self.log_update(update, loss, float(norm), torch.cat(scored, 1)[:, None])
+        joined = {name: torch.cat([part[name] for part in scored]) for name in scored[0]}
+        self.log_update(update, loss, float(norm), joined)
 
     def stop(self, update: int, loss: float, responses: list[Response]) -> None:
         found = describe(
@@ -263,12 +270,14 @@ class Trainer:
             }
         self.logs.write("batch", self.done, step=self.step, values=values)
 
-    def log_update(self, update: int, loss: float, norm: float, scored: Tensor) -> None:
-        """Metrics over the step's tokens: `scored` is (4, 1, N) of new and old log-probs, advantage,
-        entropy."""
-        log_probs, old, A, entropy = scored
+    def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
+        """Metrics over a step's response tokens, (N,) of each thing that was computed for them."""
+        row = {name: values[None] for name, values in scored.items()}
+        log_probs, old, A = row["log_prob"], row["old_log_prob"], row["advantage"]
         everything = torch.ones_like(A, dtype=torch.bool)
-        _, metrics = policy_loss(log_probs, old, A, everything, self.settings.objective, entropy=entropy)
+        _, metrics = policy_loss(
+            log_probs, old, A, everything, self.settings.objective, entropy=row["entropy"]
+        )
         values = {"update": update, "loss": loss, "grad_norm": norm, **metrics}
         if update == 0:  # before the first step of a batch, training and rollout are the same policy
             values |= {f"rollout_{k}": v for k, v in agreement(log_probs, old, everything).items()}
