@@ -18,7 +18,6 @@ import json
 import math
 import random
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -30,12 +29,12 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from .advantages import clip_rewards, group_advantages, informative, length_bias, overlong_penalty
-from .agreement import agreement
+from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
 from .batches import Response, batch_log_probs, collate
 from .checkpoints import load_checkpoint, newest_checkpoint, replace_text, save_checkpoint
 from .grading import Graded, grade
 from .logs import Logs
+from .metrics import batch_metrics, lengths_of, step_metrics
 from .non_finite import NonFiniteError, describe
 from .objective import policy_loss
 from .rollout import Sampling, sample
@@ -116,7 +115,7 @@ class Trainer:
         drawn, trained = self.collect(choices)
         rewards = trained.rewards
         if ramp:
-            rewards = rewards + overlong_penalty(_lengths(trained.responses), length_max=window, ramp=ramp)
+            rewards = rewards + overlong_penalty(lengths_of(trained.responses), length_max=window, ramp=ramp)
         advantages = group_advantages(rewards, trained.group_ids)
         order = torch.randperm(len(advantages), generator=choices)
         for update, rows in enumerate(order.chunk(self.settings.updates) if len(order) else []):
@@ -161,7 +160,7 @@ class Trainer:
     def one_step(self, update: int, responses: list[Response], advantages: Tensor) -> None:
         """One optimiser step on these responses, by micro-batches that change nothing but memory."""
         settings = self.settings
-        lengths = _lengths(responses)
+        lengths = lengths_of(responses)
         whole = (float(lengths.sum()), float((lengths > 0).sum()))
         self.optimizer.zero_grad()
         loss, scored = 0.0, []
@@ -248,39 +247,15 @@ class Trainer:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def log_batch(self, drawn: Graded, trained: Graded, seconds: float) -> None:
-        lengths = _lengths(drawn.responses)
-        counts = Counter(response.finish for response in drawn.responses)
-        log_probs = torch.tensor([x for response in drawn.responses for x in response.log_probs])
-        values = {
-            "reward": float(drawn.rewards.mean()) if len(lengths) else 0.0,
-            "responses": len(lengths),
-            "trained": len(trained.responses),
-            "verifier_failures": drawn.failures,
-            "length": float(lengths.float().mean()) if len(lengths) else 0.0,
-            "perplexity": float((-log_probs.mean()).exp()) if len(log_probs) else 1.0,
-            **{f"finish_{reason}": counts[reason] for reason in ("end", "length", "repetition")},
-            "seconds": seconds,
-            **length_bias(drawn.rewards, lengths, drawn.group_ids),
-        }
-        if len(lengths):
-            p99 = float(lengths.sort().values[math.ceil(0.99 * len(lengths)) - 1])
-            values |= {
-                "length_p99": p99,
-                **self.window.observe(perplexity=values["perplexity"], length_p99=p99),
-            }
+        values = batch_metrics(drawn) | {"trained": len(trained.responses), "seconds": seconds}
+        if drawn.responses:
+            values |= self.window.observe(perplexity=values["perplexity"], length_p99=values["length_p99"])
         self.logs.write("batch", self.done, step=self.step, values=values)
 
     def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
-        """Metrics over a step's response tokens, (N,) of each thing that was computed for them."""
-        row = {name: values[None] for name, values in scored.items()}
-        log_probs, old, A = row["log_prob"], row["old_log_prob"], row["advantage"]
-        everything = torch.ones_like(A, dtype=torch.bool)
-        _, metrics = policy_loss(
-            log_probs, old, A, everything, self.settings.objective, entropy=row["entropy"]
-        )
-        values = {"update": update, "loss": loss, "grad_norm": norm, **metrics}
-        if update == 0:  # before the first step of a batch, training and rollout are the same policy
-            values |= {f"rollout_{k}": v for k, v in agreement(log_probs, old, everything).items()}
+        values = {"update": update, "loss": loss, "grad_norm": norm}
+        # Before the first step of a batch, training and rollout are the same policy.
+        values |= step_metrics(scored, self.settings.objective, on_policy=update == 0)
         self.logs.write("update", self.done, step=self.step, values=values)
 
     @property
@@ -319,7 +294,3 @@ class Trainer:
             state = load_checkpoint(place, model=self.model, optimizer=self.optimizer)
             self.done, self.step = state["done"], state["step"]
             self.window = replace(self.window, **state["window"])
-
-
-def _lengths(responses: list[Response]) -> Tensor:
-    return torch.tensor([len(response.tokens) for response in responses], dtype=torch.long)
