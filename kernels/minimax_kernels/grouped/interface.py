@@ -13,6 +13,8 @@ K = 512, N = 2048; `plain` is a loop of F.linear:
     R = 8192, ms       44.2         98.9    101.8      19.8         21.6     29.1
     R = 16, us         1010         2300     2330       635          671      698
     R = 2, us           141          363      344       141          147      141
+
+Forward and backward, R = 2048, one thread, ms of CPU time: loop 72, grouped_mm 139; in bfloat16 31 and 34.
 """
 
 from typing import Literal
