@@ -9,10 +9,12 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+LAYOUTS = ("minimax_m1", "minimax_text_01", "minimax")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -58,6 +60,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("folder", type=Path, help="folder of a checkpoint")
     inspect.add_argument("--json", action="store_true", help="print JSON")
     inspect.set_defaults(run=_inspect)
+    convert = commands.add_parser("convert", help="write a checkpoint in another published layout")
+    convert.add_argument("source", type=Path, metavar="SRC", help="folder of a checkpoint")
+    convert.add_argument("target", type=Path, metavar="DST", help="new folder")
+    convert.add_argument("--layout", required=True, choices=LAYOUTS,
+                         help="minimax is transformers' own, with stacked experts")
+    convert.set_defaults(run=_convert)
     _add_cost(commands)
     train = commands.add_parser("train", help="reinforcement learning, from a settings file")
     train.add_argument("settings", type=Path, metavar="CONFIG.toml", help="see minimax_hybrid/rl/settings.py")
@@ -171,6 +179,18 @@ def _inspect(args: argparse.Namespace) -> int:
     report = inspect_report(args.folder)
     print(json.dumps(report, indent=1) if args.json else inspect_text(report))
     return 0 if report["fits"] else 1
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from .conversion import convert
+
+    _quiet_transformers()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they are the notes that it returns
+        notes = convert(args.source, args.target, layout=args.layout)
+    for note in notes:
+        _say(f"note: {note}", code=0)
+    return 0
 
 
 def _cost(args: argparse.Namespace) -> int:

@@ -10,16 +10,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from .checkpoint import read_headers
 from .config import LIGHTNING, MiniMaxM1Config
 from .cost import cache_bytes, inference_bytes, parameters
 from .cost_report import byte_text, table
-from .loading import compare, model_on_meta, read_headers
+from .loading import compare, main_dtype, model_on_meta
 from .model import MiniMaxM1ForCausalLM
 from .plotting import tokens
 
 MODEL_TYPES = ("minimax_m1", "minimax_text_01", "minimax")
 LENGTHS = (4 * 1024, 128 * 1024, 1024 * 1024)
-_TORCH_NAMES = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
 def read_config(path: str | Path) -> MiniMaxM1Config:
@@ -94,13 +96,13 @@ def _weights(folder: Path, config: MiniMaxM1Config) -> dict[str, Any]:
     by_dtype: Counter[str] = Counter()
     for tensor in tensors.values():
         by_dtype[tensor.dtype] += tensor.bytes
-    main = _TORCH_NAMES.get(by_dtype.most_common(1)[0][0]) if by_dtype else None
+    main = main_dtype(tensors)
     return {
         "files": len({tensor.file for tensor in tensors.values()}),
         "tensors": len(tensors),
         "bytes": sum(by_dtype.values()),
         "bytes_by_dtype": dict(by_dtype.most_common()),
-        **({"main_dtype": main} if main else {}),
+        "main_dtype": str(main or torch.bfloat16).removeprefix("torch."),
         "missing": difference.missing,
         "unexpected": [{"name": name, "file": tensors[name].file} for name in difference.unexpected],
         "mismatched": [

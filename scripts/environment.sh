@@ -15,6 +15,7 @@ attempt() {
     while IFS= read -r line; do
         case $line in
         "status of the command: "*) status=${line##* } ;;
+        "") ;;
         *) printf '%s\n' "$line" >&2 && log+=$line$'\n' ;;
         esac
     done < <("$@" 2>&1 && printf '\nstatus of the command: 0\n' || printf '\nstatus of the command: %s\n' $?)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tiny_checkpoint import tiny_checkpoint
 from transformers.utils import logging
 
-from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, cli
+from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, cli, conversion
 from minimax_hybrid.cost import inference_bytes, parameters
 from minimax_hybrid.text import Settings, encode, generate_text, load_model, load_tokenizer
 
@@ -322,6 +322,22 @@ def test_what_has_no_cost_is_told_in_words(run, arguments, words):
     assert code == 1 and words in err and "Traceback" not in err
 
 
+def test_convert_there_and_back_gives_the_same_weights_and_text(run, folder, tmp_path):
+    stacked, back = tmp_path / "stacked", tmp_path / "back"
+    code, _, err = run("convert", folder, stacked, "--layout", "minimax")
+    assert code == 0 and "note: transformers' MiniMaxForCausalLM computes another model" in err
+    assert run("inspect", stacked)[0] == 0
+    text = run("generate", "--model", stacked, "--prompt", "ab", *GREEDY)[1]
+    assert text == greedy_text(folder, "ab") + "\n"
+    assert run("convert", stacked, back, "--layout", "minimax_m1") == (0, "", "")
+    first, last = (load_file(place / "model.safetensors") for place in (folder, back))
+    assert first.keys() == last.keys() and all(torch.equal(first[name], last[name]) for name in first)
+    code, _, err = run("convert", folder, back, "--layout", "minimax_m1")
+    assert code == 1 and str(back) in err
+    assert run("convert", folder, tmp_path / "new", "--layout", "other")[0] == 2
+    assert set(cli.LAYOUTS) == set(conversion.LAYOUTS)
+
+
 def test_train_runs_a_settings_file(run, tmp_path):
     settings = tmp_path / "train.toml"
     settings.write_text("batches = 1\nspeed = 3\n")
@@ -373,7 +389,7 @@ def test_ctrl_c_ends_it_in_one_word(endless):
 
 
 def test_help_of_every_command_is_there(run):
-    for name in ("generate", "inspect", "cost", "train"):
+    for name in ("generate", "inspect", "convert", "cost", "train"):
         code, out, _ = run(name, "--help")
         assert code == 0 and f"minimax-hybrid {name}" in out
     assert run()[0] == 2
