@@ -37,7 +37,7 @@ class Sequences:
         B, T = self.position_ids.shape
         row = torch.arange(B * T, device=self.position_ids.device).view(B, T)
         starts = self.cu_seqlens[:-1].long()
-        last = starts[torch.searchsorted(starts, row[:, -1], right=True) - 1]  # (B,)
+        last = starts[torch.searchsorted(starts, row[:, -1].contiguous(), right=True) - 1]  # (B,)
         return row >= last[:, None]
 
 

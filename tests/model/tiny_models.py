@@ -54,7 +54,7 @@ def difference(found: Tensor, wanted: Tensor) -> float:
     assert found.shape == wanted.shape, f"{tuple(found.shape)} and {tuple(wanted.shape)}"
     if not wanted.numel():
         return 0.0
-    return float(((found - wanted).abs() / wanted.abs().clamp(min=1)).max())
+    return ((found - wanted).abs() / wanted.abs().clamp(min=1)).max().item()
 
 
 def assert_close(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) -> None:
