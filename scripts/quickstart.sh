@@ -9,7 +9,7 @@ make_environment .
 
 for prompt in "The fox " "123+456="; do
     printf '\n%s' "$prompt"
-    .venv/bin/python -m minimax_hybrid generate --prompt "$prompt" --max-new-tokens 200 --seed 1
+    .venv/bin/python -m minimax_hybrid generate --prompt "$prompt" --max-new-tokens 200 --seed 1 --threads 1
 done
 echo
 echo "This was .venv/bin/minimax-hybrid generate --prompt ...; see .venv/bin/minimax-hybrid --help" >&2
