@@ -2,10 +2,11 @@
 
     python -m benchmarks.million                    1,000,000 tokens; stops and goes on with the same command
     python -m benchmarks.million --length 131072    measure this first
+    python -m benchmarks.million --seconds 60       stop after about a minute, to go on later
     python -m benchmarks.million --quick            8K tokens, prints, writes nothing
 
-The cache and the time so far are kept in runs/million.pt every 64K tokens and removed at the end. The seconds of
-a piece are counted when it is done, so what was interrupted is not counted twice.
+The cache and the time so far are kept in runs/million.pt, every 64K tokens and when `--seconds` are over, and
+removed at the end. A piece's seconds are counted when it is done, so nothing is counted twice.
 """
 
 import argparse
@@ -39,14 +40,23 @@ class Progress:
     peak: int = 0  # bytes
 
 
-def run(length: int, *, piece: int = PIECE, kept: Path | None = KEPT) -> tuple[Progress, list[float]]:
-    """Prefill `length` tokens, going on from `kept` if it is there, then time DECODED steps."""
+def run(
+    length: int, *, piece: int = PIECE, kept: Path | None = KEPT, seconds: float = float("inf")
+) -> tuple[Progress, list[float]]:
+    """Prefill `length` tokens, going on from `kept` if it is there, then time DECODED steps.
+
+    Stops without decoding, with no steps, when the pieces of this call have taken `seconds`.
+    """
     torch.manual_seed(0)
     model = MiniMaxM1ForCausalLM(small_config()).eval()
     ids = torch.randint(1, 8192, (1, length), generator=torch.Generator().manual_seed(0))
     progress = _resumed(kept, length) or Progress(HybridCache(model.config))
     with tqdm(total=length, initial=progress.done, unit="token", unit_scale=True, disable=None) as bar:
+        before = len(progress.seconds)
         while progress.done < length:
+            if sum(s for _, s in progress.seconds[before:]) > seconds:
+                _save(progress, kept)
+                return progress, []
             part = ids[:, progress.done : progress.done + piece]
             start = time.perf_counter()
             prefill(model, part, piece=piece, cache=progress.cache)
@@ -75,9 +85,8 @@ def rows_of(progress: Progress, steps: list[float]) -> list[Row]:
 
     def row(task: str, length: int, metric: str, unit: str, values: list[float]) -> None:
         p20, p50, p80 = percentiles(values)
-        rows.append(
-            Row("million", "hybrid", task, length, 1, "float32", metric, unit, p20, p50, p80, len(values), **where)
-        )
+        shape = dict(task=task, length=length, batch=1, dtype="float32", metric=metric, unit=unit)
+        rows.append(Row("million", "hybrid", **shape, p20=p20, p50=p50, p80=p80, rounds=len(values), **where))
 
     for milestone in [n for n in MILESTONES if n <= progress.done]:
         row("prefill", milestone, "time", "s", [sum(s for done, s in progress.seconds if done <= milestone)])
@@ -112,11 +121,18 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.million", description=__doc__.splitlines()[0])
     parser.add_argument("--length", type=int, default=1_000_000)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    progress, steps = run(8192 if args.quick else args.length, kept=None if args.quick else KEPT)
+    if args.quick:
+        progress, steps = run(8192, kept=None)
+    else:
+        progress, steps = run(args.length, seconds=args.seconds)
+    if not steps:
+        print(f"{progress.done:,} tokens done; the same command goes on from there")
+        return
     rows = rows_of(progress, steps)
     for row in rows:
         print(f"{row.task:24} {row.length:>9,}  {row.metric:12} {row.p50:.6g} {row.unit}")

@@ -5,7 +5,7 @@ Rows are only appended. A reader takes the last row of each key: the newest meas
 
 import csv
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results"
@@ -71,3 +71,22 @@ def read(path: Path, case: str | None = None) -> list[Row]:
 def files() -> list[Path]:
     """The CSV of every device that was measured."""
     return sorted(RESULTS.glob("*.csv"))
+
+
+def newest(case: str) -> list[Row]:
+    """The rows of a case on the device that has the newest of them."""
+    measured = [rows for rows in (read(path, case) for path in files()) if rows]
+    return max(measured, key=lambda rows: max(row.date for row in rows), default=[])
+
+
+def mean_over_seeds(rows: list[Row]) -> list[Row]:
+    """One row for each side and length, the mean of the rows that differ in their task (its seed)."""
+    groups: dict[tuple[str, int], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row.side, row.length), []).append(row)
+    means = []
+    for group in groups.values():
+        numbers = ("p20", "p50", "p80")
+        values = {name: sum(getattr(row, name) for row in group) / len(group) for name in numbers}
+        means.append(replace(group[0], **values, rounds=sum(row.rounds for row in group)))
+    return means

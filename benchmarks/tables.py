@@ -12,8 +12,17 @@ from pathlib import Path
 from minimax_hybrid.plotting import tokens
 
 from .cases import CASES, Case
-from .rows import RESULTS, Row, files, read
+from .rows import RESULTS, Row, files, mean_over_seeds, newest, read
 
+_PASSKEY = (
+    "Four digits hidden in random filler, asked for at the end: share of inputs with all four right, for "
+    "models that differ only in the kinds of their eight layers (width 64, 4 heads of 32), trained on up to "
+    "256 tokens."
+)
+_MILLION = (
+    "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer attends to the "
+    "past without a mask and merges it with the piece by log-sum-exp."
+)
 _ORDER = ("prefill", "decode", "train", "forward", "forward+backward")
 
 
@@ -63,16 +72,57 @@ def page(path: Path) -> str:
             "",
             case_table(case, of_case),
         ]
-        text += ["", provenance(case.name, of_case)]
+        text += ["", provenance(f"run --case {case.name}", of_case)]
+    for name, about, table in (("passkey", _PASSKEY, passkey_table), ("million", _MILLION, million_table)):
+        of_case = [row for row in rows if row.case == name]
+        if of_case:
+            text += ["", f"## {name}", "", about, "", table(of_case), "", provenance(name, of_case)]
     return "\n".join(text) + "\n"
 
 
-def provenance(name: str, rows: list[Row]) -> str:
+def passkey_table(rows: list[Row]) -> str:
+    """Needles found, one line for each length."""
+    sides = list(dict.fromkeys(row.side for row in rows))
+    seeds = len({row.task for row in rows if row.metric == "accuracy"})
+    found = {
+        (row.side, row.length): row
+        for row in mean_over_seeds([row for row in rows if row.metric == "accuracy"])
+    }
+    head = ["input, tokens", "seeds", *sides]
+    lines = [
+        [tokens(T), str(seeds), *(_share(found.get((side, T))) for side in sides)]
+        for T in sorted({length for _, length in found})
+    ]
+    losses = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "loss"])}
+    times = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "time"])}
+    lines.append(["training loss, nats a digit", "", *(f"{losses[side].p50:.3f}" for side in sides)])
+    lines.append(["training, one core", "", *(f"{times[side].p50:.0f} s" for side in sides)])
+    return markdown(head, lines)
+
+
+def million_table(rows: list[Row]) -> str:
+    """What the long prefill took, by milestone, and decoding after it."""
+    lines = []
+    for row in rows:
+        if row.metric == "peak memory":
+            lines.append([f"peak memory of the process, {tokens(row.length)}", row.dtype, _memory(row), ""])
+        elif row.task == "prefill":
+            rate = f"{row.length / row.p50:,.0f} tokens/s"
+            lines.append([f"prefill of {tokens(row.length)}", row.dtype, f"{row.p50:,.0f} s", rate])
+        elif row.task == "decode":
+            step = f"{row.p50 * 1e3:.0f} ms"
+            lines.append([f"decode after {tokens(row.length)}", row.dtype, step, _time(row)])
+        else:
+            lines.append([f"{row.task}, at {tokens(row.length)}", row.dtype, _time(row), ""])
+    return markdown(["what", "type", "time or size", "rate"], lines)
+
+
+def provenance(command: str, rows: list[Row]) -> str:
     """The command, and where, when and with what the rows were measured."""
     last = max(rows, key=lambda row: row.date)
     commits = sorted({row.commit for row in rows})
     return (
-        f"`python -m benchmarks.run --case {name}`, {last.date[:10]}, {last.device}, torch {last.torch}, "
+        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, torch {last.torch}, "
         f"transformers {last.transformers}, commit {', '.join(commits)}."
     )
 
@@ -84,12 +134,13 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 
 def readme_table(name: str) -> str:
     """The table of one case with its provenance, on the device whose rows are newest."""
-    measured = [(path, read(path, name)) for path in files()]
-    measured = [(path, rows) for path, rows in measured if rows]
-    if not measured:
+    rows = newest(name)
+    if not rows:
         return "Not measured."
-    _, rows = max(measured, key=lambda found: max(row.date for row in found[1]))
-    return f"{case_table(CASES[name], rows)}\n\n{provenance(name, rows)}"
+    special = {"passkey": passkey_table, "million": million_table}
+    if name in special:
+        return f"{special[name](rows)}\n\n{provenance(name, rows)}"
+    return f"{case_table(CASES[name], rows)}\n\n{provenance(f'run --case {name}', rows)}"
 
 
 def write_pages() -> list[Path]:
@@ -132,13 +183,17 @@ def _ratio(row: Row | None, first: Row | None) -> str:
     return "-" if row is None or first is None else f"{row.p50 / first.p50:.2f}x"
 
 
+def _share(row: Row | None) -> str:
+    return "-" if row is None else f"{row.p50:.0%} of {row.rounds}"
+
+
 def _memory(row: Row | None) -> str:
     return "-" if row is None else f"{row.p50 / 1e9:.2f} GB"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tables", description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=list(CASES))
+    parser.add_argument("--case", choices=[*CASES, "passkey", "million"])
     args = parser.parse_args(argv)
     if args.case:
         print(readme_table(args.case))

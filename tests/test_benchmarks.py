@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import figure1, rows, run, tables
+from benchmarks import figure1, million, passkey, plot, rows, run, tables
 from benchmarks.cases import CASES, Case, Task
 from benchmarks.measure import interleaved, peak_bytes, percentiles, place
 from benchmarks.models import native_config, small_config, to_native
@@ -133,6 +133,82 @@ def test_a_table_says_times_rates_ratios_and_memory():
     lines = tables.case_table(CASES["native"], measured).splitlines()
     assert lines[2] == "| prefill 1K | float32 | 1.00 ± 0.15 s | 2.50 ± 0.15 s | 2.50x | 4.90 GB | - |"
     assert lines[3] == "| decode after 8 x 1K | float32 | 400 ± 20 tokens/s | - | - | - | - |"
+
+
+@pytest.mark.parametrize("T", [16, 100])
+def test_a_needle_lies_anywhere_and_its_digits_are_the_answer(T):
+    ids, digits = passkey.needles(400, T, torch.Generator().manual_seed(0))
+    assert ids.shape == (400, T) and digits.shape == (400, passkey.DIGITS)
+    row, start = (ids == passkey.KEY).nonzero(as_tuple=True)
+    assert torch.equal(row, torch.arange(400))
+    hidden = ids.gather(1, start[:, None] + 1 + torch.arange(passkey.DIGITS))
+    assert torch.equal(hidden, digits)
+    assert (ids[:, -passkey.DIGITS] == passkey.ASK).all() and (ids == passkey.ASK).sum() == 400
+    assert torch.equal(ids[:, T - passkey.DIGITS + 1 :], digits[:, :-1])
+    latest = T - 2 * passkey.DIGITS - 2
+    assert start.min() == 0 and start.max() == latest
+    assert sorted(set(start.tolist())) == list(range(latest + 1))
+
+
+def test_accuracy_is_one_for_a_model_that_knows_and_counts_whole_answers():
+    ids, digits = passkey.needles(20, 64, torch.Generator().manual_seed(1))
+    plan = passkey.Plan(samples=20)
+
+    def oracle(rows_, **_):
+        found = torch.stack([digits[(ids == one).all(1).nonzero()[0, 0]] for one in rows_])
+        found[:, 0] = (found[:, 0] + (rows_[:, 0] % 2)) % 10  # wrong in the first digit for odd ones
+        logits = torch.nn.functional.one_hot(found, passkey.VOCABULARY).float()
+        return type("Output", (), {"logits": logits})
+
+    right = passkey.accuracy(oracle, 64, plan)
+    assert sum(right) == int((ids[:, 0] % 2 == 0).sum()) and 0 < sum(right) < 20
+
+
+def test_passkey_models_differ_in_the_kinds_of_their_layers_only():
+    configs = {kind: passkey.passkey_config(kind).to_dict() for kind in passkey.KINDS}
+    kinds = {kind: config.pop("attn_type_list") for kind, config in configs.items()}
+    assert configs["hybrid"] == configs["lightning"] == configs["softmax"]
+    assert kinds["hybrid"].count(1) == 1 and set(kinds["lightning"]) == {0} and set(kinds["softmax"]) == {1}
+
+
+def test_a_long_prefill_goes_on_where_it_stopped(tmp_path):
+    kept = tmp_path / "kept.pt"
+    stopped, steps = million.run(300, piece=100, kept=kept, seconds=0.0)
+    assert stopped.done == 100 and not steps and kept.exists()
+    done, steps = million.run(300, piece=100, kept=kept)
+    assert [n for n, _ in done.seconds] == [100, 200, 300] and len(steps) == million.DECODED
+    assert done.seconds[0] == stopped.seconds[0]
+    whole, _ = million.run(300, piece=300, kept=None)
+    ours, theirs = (progress.cache.layers[0].current_state() for progress in (done, whole))
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_milestones_sum_the_pieces_up_to_them(monkeypatch):
+    monkeypatch.setattr(million, "MILESTONES", (200, 300, 400))
+    progress = million.Progress(None, done=300, seconds=[(100, 1.0), (200, 2.0), (300, 4.0)], peak=10**9)
+    found = {(r.task, r.length, r.metric): r.p50 for r in million.rows_of(progress, [0.25, 0.5, 0.75])}
+    assert found["prefill", 200, "time"] == 3.0 and found["prefill", 300, "time"] == 7.0
+    assert found["decode", 300, "time"] == 0.5 and found["prefill", 300, "peak memory"] == 1e9
+    assert ("prefill", 400, "time") not in found
+
+
+def test_pictures_are_drawn_from_rows_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    measured = [
+        row(case=case, side=side, task=task, length=length, metric=metric)
+        for case, tasks, sides in (
+            ("twin", (("prefill", "time"), ("decode", "time"), ("prefill", "peak memory")), ("hybrid",)),
+            ("operators", (("forward", "time"), ("forward+backward", "time")), ("chunked", "softmax")),
+            ("passkey", (("train, seed 0", "loss"), ("recall, seed 0", "accuracy")), ("hybrid", "lightning")),
+        )
+        for task, metric in tasks
+        for side in sides
+        for length in (1024, 2048)
+    ]
+    rows.append(tmp_path / "a.csv", measured)
+    drawn = plot.draw_all(tmp_path)
+    assert [path.name for path in drawn] == ["twin.svg", "operators.svg", "passkey.svg"]
+    assert all(path.stat().st_size > 5000 for path in drawn)
 
 
 def test_pages_are_what_the_committed_rows_give():
