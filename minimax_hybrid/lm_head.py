@@ -6,8 +6,11 @@ itself.
 """
 
 import torch
-from minimax_kernels import fp32_linear
+from minimax_kernels import fp32_linear, token_log_probs
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+ROW_CHUNK = 256
 
 
 class LMHead(nn.Linear):
@@ -26,3 +29,30 @@ class LMHead(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, head_dtype={self.head_dtype}"
+
+
+def head_log_probs(
+    head: nn.Module, hidden: Tensor, targets: Tensor, *, temperature: float, entropy: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`token_log_probs` of a model's head as it is.
+
+    A head that is more than its weight (an adapter, a sharding or offloading wrapper, another `head_dtype`)
+    is called, a few rows at a time, and again in the backward pass, so no full logits are kept then either.
+    """
+    if type(head) is LMHead and "forward" not in vars(head) and head.head_dtype == torch.float32:
+        return token_log_probs(hidden, head.weight, targets, temperature=temperature, entropy=entropy)
+    rows = zip(hidden.flatten(0, -2).split(ROW_CHUNK), targets.flatten().split(ROW_CHUNK), strict=True)
+    scored = [
+        checkpoint(_score_rows, head, part, target, temperature, use_reentrant=False) for part, target in rows
+    ]
+    log_probs, entropies = torch.cat(scored, dim=1).view(2, *targets.shape)
+    return (log_probs, entropies) if entropy else log_probs
+
+
+def _score_rows(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+    """Log-probabilities and entropies (2, n), zero where the target is -100."""
+    logits = head(hidden)
+    log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
+    chosen = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
+    entropies = -(log_probs.exp() * log_probs).sum(-1)
+    return torch.stack([chosen, entropies]).where(targets >= 0, 0)

@@ -14,7 +14,6 @@ Shapes: B batch, T positions, M model width, E experts, A experts per token, L l
 from typing import Any
 
 import torch
-from minimax_kernels import token_log_probs
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
@@ -30,7 +29,7 @@ from .experts import Experts, MixtureOfExperts, Router, SharedExpert, load_balan
 from .generation import HybridGenerationMixin
 from .layers import RMSNorm, RotaryEmbedding, weighted_residual
 from .lightning_attention import LightningAttention
-from .lm_head import LMHead
+from .lm_head import LMHead, head_log_probs
 from .sequences import Sequences, find_sequences
 from .softmax_attention import SoftmaxAttention
 
@@ -377,9 +376,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         scored = _has_predecessor(_sequences_of(input_ids, attention_mask, position_ids))  # (B, T)
         targets = torch.where(scored, input_ids, -100)[:, 1:]
         hidden = outputs.last_hidden_state[:, :-1]
-        results = token_log_probs(
-            hidden, self.lm_head.weight, targets, temperature=temperature, entropy=entropy
-        )
+        results = head_log_probs(self.lm_head, hidden, targets, temperature=temperature, entropy=entropy)
         results = results if entropy else (results,)
         shifted = tuple(nn.functional.pad(x * scored[:, 1:], (1, 0)) for x in results)
         return shifted if entropy else shifted[0]
