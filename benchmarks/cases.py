@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from .measure import Work
 from .models import model_work, native_work, twin_work
-from .operators import operator_work
+from .operators import log_probs_work, operator_work
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,16 @@ CASES = {
             _OPERATORS,
             (Task("forward", 1024, rounds=3), Task("forward+backward", 1024, rounds=3)),
             operator_work,
+        ),
+        Case(
+            "log_probs",
+            "log-probabilities of given tokens and their gradients, in chunks against log_softmax of the "
+            "full logits: width 512, vocabulary 200,064",
+            ("chunked", "plain"),
+            ("tests/kernels/test_log_probs.py",),
+            tuple(Task("log-probs", N, dtype="bfloat16", rounds=5, memory=True) for N in (256, 1024)),
+            (Task("log-probs", 64, dtype="bfloat16", rounds=3),),
+            log_probs_work,
         ),
         Case(
             "train",

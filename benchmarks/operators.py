@@ -1,4 +1,5 @@
-"""The operators that are timed: lightning attention by backend, and causal softmax through SDPA."""
+"""The operators that are timed: lightning attention by backend beside causal softmax through SDPA, and
+log-probabilities of given tokens in chunks beside log_softmax of the full logits."""
 
 from typing import TYPE_CHECKING
 
@@ -9,12 +10,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from minimax_hybrid.lightning_attention import layer_log_decay
 
+from .log_probs import FORMS, VOCABULARY
 from .measure import Work
 
 if TYPE_CHECKING:
     from .cases import Task
 
 HEADS, WIDTH = 8, 64
+HIDDEN = 512  # width of the hidden states whose log-probabilities are taken
 
 
 def operator_work(side: str, task: "Task") -> Work:
@@ -45,3 +48,22 @@ def operator_work(side: str, task: "Task") -> Work:
         torch.autograd.grad(attend(*leaves), leaves, dout)
 
     return work_with_gradients
+
+
+def log_probs_work(side: str, task: "Task") -> Work:
+    """Forward and backward for `task.length` tokens at the released models' vocabulary."""
+    rng = torch.Generator().manual_seed(task.length)
+    device, dtype = "cuda" if torch.cuda.is_available() else "cpu", getattr(torch, task.dtype)
+
+    def leaf(*shape: int, std: float) -> Tensor:
+        values = torch.empty(shape, dtype=dtype).normal_(std=std, generator=rng)
+        return values.to(device).requires_grad_()
+
+    hidden, weight = leaf(task.length, HIDDEN, std=1.0), leaf(VOCABULARY, HIDDEN, std=HIDDEN**-0.5)
+    targets = torch.randint(VOCABULARY, (task.length,), generator=rng).to(device)
+
+    def work() -> None:
+        hidden.grad = weight.grad = None
+        FORMS[side](hidden, weight, targets).sum().backward()
+
+    return work

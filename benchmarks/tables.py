@@ -23,7 +23,7 @@ _MILLION = (
     "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer attends to the "
     "past without a mask and merges it with the piece by log-sum-exp."
 )
-_ORDER = ("prefill", "decode", "train", "forward", "forward+backward")
+_ORDER = ("prefill", "decode", "train", "forward", "forward+backward", "log-probs")
 
 
 def case_table(case: Case, rows: list[Row]) -> str:

@@ -1,9 +1,11 @@
 """The cost model equals the published counts of MiniMax-M1, integer by integer, and its own laws."""
 
+import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from minimax_hybrid.config import MiniMaxM1Config
 from minimax_hybrid.cost import (
@@ -16,6 +18,7 @@ from minimax_hybrid.cost import (
     softmax_twin,
     weight_bytes,
 )
+from minimax_hybrid.model import MiniMaxM1ForCausalLM
 from minimax_hybrid.roofline import DEVICES, Device, decode_bound, prefill_bound
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -216,3 +219,28 @@ def test_a_decode_step_reads_no_more_than_all_experts_and_no_less_than_the_chose
     assert one == pytest.approx(2 * counts.active_with_head)
     many = decode_bound(config, 1, device, batch=4096).memory * device.bytes_per_second - 4096 * sequence
     assert many == pytest.approx(2 * (counts.total - counts.components["embed_tokens"]), rel=1e-6)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"shared_intermediate_size": 8}])
+def test_counts_are_those_of_the_built_model(changes):
+    config = MiniMaxM1Config.tiny(**changes)
+    model = MiniMaxM1ForCausalLM(config)
+    assert parameters(config).total == sum(weight.numel() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("twin", [False, True])
+def test_cache_bytes_are_those_of_a_real_cache(twin):
+    config = softmax_twin(MiniMaxM1Config.tiny()) if twin else MiniMaxM1Config.tiny()
+    model = MiniMaxM1ForCausalLM(config).eval()
+    with torch.inference_mode():
+        held = model(torch.zeros(1, 80, dtype=torch.long), use_cache=True).past_key_values
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=held)  # a prompt's rows are now folded
+    counted = cache_bytes(config, 81, dtype="float32")
+    found = {"keys_values": 0, "state": 0, "open_block": 0}
+    for layer in held.layers:
+        if hasattr(layer, "state"):
+            found["state"] += layer.state.nbytes
+            found["open_block"] += layer.k_rows.nbytes + layer.v_rows.nbytes
+        else:
+            found["keys_values"] += layer.keys.nbytes + layer.values.nbytes
+    assert found == dataclasses.asdict(counted)
