@@ -1,0 +1,22 @@
+"""A good small checkpoint, shared by the tests of loading and conversion."""
+
+from pathlib import Path
+
+import pytest
+from checkpoints import small_model
+
+from minimax_hybrid import MiniMaxM1ForCausalLM
+
+
+@pytest.fixture(scope="session")
+def small() -> MiniMaxM1ForCausalLM:
+    return small_model()
+
+
+@pytest.fixture(scope="session")
+def good(small: MiniMaxM1ForCausalLM, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A good checkpoint in several shards; read only."""
+    folder = tmp_path_factory.mktemp("good")
+    small.save_pretrained(folder, max_shard_size="40KB")
+    assert len(list(folder.glob("*.safetensors"))) > 3
+    return folder
