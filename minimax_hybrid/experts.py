@@ -56,7 +56,7 @@ class Experts(nn.Module):
         gate, up = grouped_linear(routed_RM, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         out_RM = grouped_linear(self.act(gate) * up, self.down_proj, rows_per_expert)
         out_RM = out_RM[order.argsort()]
-        return (out_RM.view(N, A, -1) * weights.to(out_RM.dtype)[..., None]).sum(dim=1)
+        return (out_RM.view(N, A, x_NM.shape[1]) * weights.to(out_RM.dtype)[..., None]).sum(dim=1)
 
 
 class SharedExpert(nn.Module):

@@ -254,6 +254,12 @@ class MiniMaxM1Model(HybridPreTrainedModel):
                 f"routed_experts must be (B, T, L, A) = {(B, T, L, A)}, got {tuple(routed_experts.shape)}; "
                 "replay needs the routing of exactly these positions"
             )
+        outside = (routed_experts < 0) | (routed_experts >= self.config.num_local_experts)
+        if routed_experts.device.type == "cpu" and bool(outside.any()):
+            raise ValueError(
+                f"routed_experts holds {int(routed_experts[outside][0])}; experts are numbered from 0 to "
+                f"{self.config.num_local_experts - 1}"
+            )
         return list(routed_experts.long().reshape(B * T, L, A).unbind(1))
 
     def _causal_mask(self, x: Tensor, sequences: Sequences, cache: HybridCache | None) -> Tensor | None:
