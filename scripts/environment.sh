@@ -35,6 +35,10 @@ reason() {
     *"name resolution"* | *"Name or service not known"* | *"nodename nor servname"* | *"Network is unreachable"* | \
         *"NewConnectionError"* | *"ProxyError"* | *"SSLError"* | *"timed out"* | *"Connection refused"*)
         echo "pip cannot reach its package index; check the network, the proxy and 'pip config list'" ;;
+    *"from versions: none"*)
+        echo "pip's package index cannot be reached or offers no such package for Python" \
+            "$(version_of .venv/bin/python); check the network and 'pip config list', or set PYTHON" \
+            "to another Python" ;;
     *"Permission denied"* | *"Read-only file system"*)
         echo "this user may not write to $PWD" ;;
     *"No matching distribution found for"*)
@@ -91,9 +95,9 @@ make_environment() {
     if [ ! -f "$stamp" ] || [ "$(cat "$stamp")" != "$found" ]; then
         if ! .venv/bin/python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)'; then
             echo "installing $TORCH from pip's index; README.md says how to choose a build for the CPU" >&2
-            attempt "installing torch" .venv/bin/python -m pip install "$TORCH"
+            attempt "installing torch" .venv/bin/python -m pip --disable-pip-version-check install "$TORCH"
         fi
-        attempt "installing this repository" .venv/bin/python -m pip install -e "$requirement"
+        attempt "installing this repository" .venv/bin/python -m pip --disable-pip-version-check install -e "$requirement"
         .venv/bin/python -c 'import torch' ||
             fail "torch is installed in .venv and cannot be imported (see above); remove it (rm -r $PWD/.venv)" \
                 "and run this again"

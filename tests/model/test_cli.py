@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -127,6 +128,22 @@ def test_sampling_has_the_reports_settings_and_repeats_with_a_seed(run, folder):
         ids, do_sample=True, temperature=1.0, top_p=0.95, top_k=0, max_new_tokens=30, pad_token_id=0
     )
     assert first == tokenizer.decode(tokens[0, 2:], skip_special_tokens=True) + "\n"
+
+
+def test_nothing_is_asked_of_a_network(run, folder, tmp_path, monkeypatch):
+    asked = []
+
+    def refuse(*address: object, **options: object) -> None:
+        asked.append(address)
+        raise OSError("no network in this test")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    assert run("generate", "--model", folder, "--chat", "hi", *GREEDY)[0] == 0
+    assert run("inspect", folder)[0] == 0
+    assert run("convert", folder, tmp_path / "new", "--layout", "minimax")[0] == 0
+    assert run("generate", "--model", "someone/some-model", "--prompt", "a")[0] == 1
+    assert not asked
 
 
 def test_why_a_text_ended_is_told(run, folder, endless):
@@ -295,7 +312,15 @@ def test_inspect_of_a_config_alone_says_that_weights_are_absent(run, copy):
     assert (code, out) == (1, "") and "there is no" in err
 
 
-def test_cost_reads_names_folders_and_files(run, folder, tmp_path):
+def test_cost_draws(run, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "cost.svg"
+    assert run("cost", "tiny", "--plot", picture)[0] == 0 and "<svg" in picture.read_text()
+    code, _, err = run("cost", "m1", "--plot", "/proc/none/cost.svg")
+    assert code == 1 and "/proc/none" in err and "Traceback" not in err
+
+
+def test_cost_reads_names_folders_and_files(run, folder):
     config = MiniMaxM1Config.from_pretrained(folder)
     for source in (folder, folder / "config.json"):
         code, out, _ = run("cost", source, "--json", "--lengths", 1024, 2048)
@@ -304,8 +329,6 @@ def test_cost_reads_names_folders_and_files(run, folder, tmp_path):
         assert [row["length"] for row in report["lengths"]] == [1024, 2048]
     assert "456,089,655,296" in run("cost", "m1", "--against", "r1")[1]
     assert run("cost", "tiny", "--device", "h200")[0] == 0
-    picture = tmp_path / "cost.svg"
-    assert run("cost", "tiny", "--plot", picture)[0] == 0 and "<svg" in picture.read_text()
 
 
 @pytest.mark.parametrize(
@@ -314,7 +337,6 @@ def test_cost_reads_names_folders_and_files(run, folder, tmp_path):
         (["m2"], "there is no m2"),
         (["m1", "--device", "abacus"], "device 'abacus' is unknown"),
         (["m1", "--dtype", "decimal"], "dtype is 'decimal'"),
-        (["m1", "--plot", "/proc/none/cost.svg"], "/proc/none"),
     ],
 )
 def test_what_has_no_cost_is_told_in_words(run, arguments, words):
