@@ -1,19 +1,25 @@
 """Markdown tables of the committed rows.
 
     python -m benchmarks.tables                  writes results/<device>.md for every CSV
-    python -m benchmarks.tables --case native    prints the table of one case, for the README
+    python -m benchmarks.tables --case native    prints the table of one case
+    python -m benchmarks.tables --readme         fills the README's tables
+
+In the README a table stands between `<!-- rows: native -->` and `<!-- end of rows -->`.
 
 A number is the median; ± is half the distance from the 20th to the 80th percentile.
 """
 
 import argparse
+import re
 from pathlib import Path
 
 from minimax_hybrid.plotting import tokens
 
 from .cases import CASES, Case
+from .measure import ROOT
 from .rows import RESULTS, Row, files, mean_over_seeds, newest, read
 
+README = ROOT / "README.md"
 _PASSKEY = (
     "Four digits hidden in random filler, asked for at the end: share of inputs with all four right, for "
     "models that differ only in the kinds of their eight layers (width 64, 4 heads of 32), trained on up to "
@@ -23,6 +29,7 @@ _MILLION = (
     "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer attends to the "
     "past without a mask and merges it with the piece by log-sum-exp."
 )
+_MARKED = re.compile(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end of rows -->)", re.DOTALL)
 _ORDER = ("prefill", "decode", "train", "forward", "forward+backward", "log-probs")
 
 
@@ -143,6 +150,11 @@ def readme_table(name: str) -> str:
     return f"{case_table(CASES[name], rows)}\n\n{provenance(f'run --case {name}', rows)}"
 
 
+def filled(text: str) -> str:
+    """A document with every table between its marks made anew."""
+    return _MARKED.sub(lambda found: f"{found[1]}\n{readme_table(found[2])}\n{found[3]}", text)
+
+
 def write_pages() -> list[Path]:
     written = []
     for path in files():
@@ -194,8 +206,11 @@ def _memory(row: Row | None) -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.tables", description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=[*CASES, "passkey", "million"])
+    parser.add_argument("--readme", action="store_true")
     args = parser.parse_args(argv)
-    if args.case:
+    if args.readme:
+        README.write_text(filled(README.read_text()))
+    elif args.case:
         print(readme_table(args.case))
     else:
         for path in write_pages():

@@ -215,3 +215,16 @@ def test_pages_are_what_the_committed_rows_give():
     for path in rows.files():
         assert path.with_suffix(".md").read_text() == tables.page(path), "run python -m benchmarks.tables"
     assert figure1.PAGE.read_text() == figure1.page(), "run python -m benchmarks.figure1"
+    readme = tables.README.read_text() if tables.README.exists() else ""
+    assert readme == tables.filled(readme), "run python -m benchmarks.tables --readme"
+
+
+def test_a_table_between_marks_is_made_anew(monkeypatch, tmp_path):
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
+    rows.append(tmp_path / "a.csv", [row(), row(side="transformers")])
+    text = "before\n<!-- rows: native -->\nold\n<!-- end of rows -->\nafter <!-- rows: twin -->"
+    once = tables.filled(text)
+    assert once.startswith("before\n<!-- rows: native -->\n| task |") and "old" not in once
+    assert "2026-01-01, a machine, 2 threads, torch 2.13.0, transformers 5.24.0, commit abc1234." in once
+    assert once.endswith("\n<!-- end of rows -->\nafter <!-- rows: twin -->")
+    assert tables.filled(once) == once
