@@ -44,7 +44,7 @@ def _native_tasks() -> tuple[Task, ...]:
     for dtype in ("float32", "bfloat16"):
         tasks += [Task("prefill", T, dtype=dtype, memory=True) for T in (1024, 4096, 16384)]
         tasks += [
-            Task("decode", T, batch, dtype, rounds=40, memory=T == 16384)
+            Task("decode", T, batch, dtype, rounds=40, memory=(T, batch) == (16384, 8))
             for T in (1024, 16384)
             for batch in (1, 8)
         ]

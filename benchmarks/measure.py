@@ -14,6 +14,7 @@ import torch
 from minimax_hybrid.roofline import cpu_name
 
 ROOT = Path(__file__).parent.parent
+LONG, LEAST = 20.0, 2
 Work = Callable[[], object]
 
 
@@ -24,20 +25,22 @@ def interleaved(
     budget: float = float("inf"),
     tick: Callable[[], None] = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds of every round of each side, after one round that is not counted.
+    """Seconds of every round of each side.
 
-    The sides take turns within a round, so a slow spell of the machine meets all of them. Ends after
-    `rounds`, or after three if `budget` seconds are spent; `tick` is called after each round.
+    The sides take turns within a round, so a slow spell of the machine meets all of them. A first round
+    warms up and is not counted, unless it took more than LONG seconds. Ends after `rounds`, or once `budget`
+    seconds are spent and LEAST rounds done; `tick` is called after each round.
     """
-    for work in sides.values():
-        _timed(work)
+    warm_up = {name: [_timed(work)] for name, work in sides.items()}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    if sum(took for (took,) in warm_up.values()) > LONG:
+        seconds = warm_up
     started = time.perf_counter()
-    for done in range(1, rounds + 1):
+    for done in range(1 + len(seconds[next(iter(sides))]), rounds + 1):
         for name, work in sides.items():
             seconds[name].append(_timed(work))
         tick()
-        if done >= 3 and time.perf_counter() - started > budget:
+        if done >= LEAST and time.perf_counter() - started > budget:
             break
     return seconds
 

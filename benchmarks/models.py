@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from transformers import MiniMaxConfig, MiniMaxForCausalLM
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from minimax_hybrid.compat import CACHE_NAME as _NAME
 from minimax_hybrid.config import MiniMaxM1Config, to_transformers
@@ -99,11 +100,13 @@ def _prefill(model: nn.Module, ids: torch.Tensor) -> Work:
 
 
 def _decode(model: nn.Module, ids: torch.Tensor) -> Work:
-    """One step of a batch; the context grows by a token with each call."""
+    """One step of a batch, all of whose rows hold the same prompt; the context grows by a token each call."""
     model.eval()
     with torch.inference_mode():
-        outputs = model(ids, use_cache=True, logits_to_keep=1)
-    memory = getattr(outputs, "cache", None) or outputs.past_key_values
+        memory = model(ids[:1], use_cache=True, logits_to_keep=1)[_NAME]
+        if isinstance(memory, MiniMaxCache):  # its list of states ends with the last lightning layer
+            memory.linear_cache += [[] for _ in range(len(memory) - len(memory.linear_cache))]
+        memory.batch_repeat_interleave(len(ids))
     token, position = ids[:, -1:], ids.shape[1]
 
     @torch.inference_mode()

@@ -4,11 +4,11 @@ log-probabilities of given tokens in chunks beside log_softmax of the full logit
 from typing import TYPE_CHECKING
 
 import torch
-from minimax_kernels import lightning_attention
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from minimax_hybrid.lightning_attention import layer_log_decay
+from minimax_kernels import lightning_attention
 
 from .log_probs import FORMS, VOCABULARY
 from .measure import Work

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import figure1, million, passkey, plot, rows, run, tables
+from benchmarks import figure1, measure, million, passkey, plot, rows, run, tables
 from benchmarks.cases import CASES, Case, Task
 from benchmarks.measure import interleaved, peak_bytes, percentiles, place
 from benchmarks.models import native_config, small_config, to_native
@@ -76,7 +76,14 @@ def test_rounds_are_interleaved_and_counted_from_the_second():
     sides = {name: lambda name=name: turns.append(name) for name in ("a", "b")}
     seconds = interleaved(sides, rounds=5)
     assert turns == ["a", "b"] * 6 and {len(s) for s in seconds.values()} == {5}
-    assert len(interleaved(sides, rounds=50, budget=0.0)["a"]) == 3
+    assert len(interleaved(sides, rounds=50, budget=0.0)["a"]) == 2
+
+
+def test_a_long_first_round_is_counted(monkeypatch):
+    monkeypatch.setattr(measure, "LONG", -1.0)
+    turns: list[str] = []
+    seconds = interleaved({name: lambda name=name: turns.append(name) for name in ("a", "b")}, rounds=4)
+    assert turns == ["a", "b"] * 4 and {len(s) for s in seconds.values()} == {4}
 
 
 def test_percentiles_are_those_of_the_values():
