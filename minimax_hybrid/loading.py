@@ -208,9 +208,7 @@ def _published(tensors: dict[str, Tensor], model: nn.Module, difference: Mismatc
     if not hasattr(model, model.base_model_prefix):
         if not whole:
             return found
-        return {
-            name.removeprefix(prefix): disk for name, disk in found.items() if not name.startswith(_HEAD)
-        }
+        return {name.removeprefix(prefix): disk for name, disk in found.items() if not name.startswith(_HEAD)}
     if whole:
         return found
     return {name if name.startswith(_HEAD) else prefix + name: disk for name, disk in found.items()}

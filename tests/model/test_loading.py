@@ -93,6 +93,19 @@ class TestSavingAndLoading:
         found = MiniMaxM1ForCausalLM.from_pretrained(None, config=small.config, state_dict=weights_in(good))
         assert_same_weights(found, small)
 
+    def test_names_that_the_caller_maps_are_checked_after_loading(
+        self, good: Path, small: nn.Module, tmp_path: Path
+    ) -> None:
+        tensors = {name.replace("model.", "stack.", 1): x for name, x in weights_in(good).items()}
+        mapping = {r"^stack\.": "model."}
+        save(tmp_path, tensors, config=good)
+        found = MiniMaxM1ForCausalLM.from_pretrained(tmp_path, key_mapping=mapping)
+        assert_same_weights(found, small)
+        del tensors["stack.norm.weight"]
+        save(tmp_path, tensors)
+        with pytest.raises(ValueError, match=r"'missing': \['model\.norm\.weight'\]"):
+            MiniMaxM1ForCausalLM.from_pretrained(tmp_path, key_mapping=mapping)
+
     def test_a_subfolder_is_checked_where_it_lies(self, good: Path, small: nn.Module) -> None:
         assert_same_weights(MiniMaxM1ForCausalLM.from_pretrained(good.parent, subfolder=good.name), small)
 

@@ -239,6 +239,13 @@ class TestLenient:
         assert 0.01 < found.get_parameter(STACK).std() < 0.03
         assert torch.equal(found.get_parameter(NORM), small.get_parameter(NORM))
 
+    def test_auto_classes_are_lenient_on_request(self, good: Path, tmp_path: Path) -> None:
+        tensors = weights_in(good)
+        add_unknown(tensors)
+        save(tmp_path, tensors, config=good)
+        with pytest.warns(UserWarning, match=r"unexpected: model\.layers\.0\.self_attn\.extra\.weight"):
+            AutoModelForCausalLM.from_pretrained(tmp_path, strict=False)
+
     def test_wrong_sizes_alone_can_be_allowed(self, good: Path, tmp_path: Path) -> None:
         tensors = weights_in(good)
         shorten_embedding(tensors)

@@ -118,9 +118,7 @@ def test_greedy_generation_is_the_same(pair: Pair, T: int) -> None:
 @torch.no_grad()
 def test_with_its_own_decay_the_difference_grows_with_the_length_and_stays_small() -> None:
     ours, theirs = pair_of(own_decay=True, **CONFIGS["mostly lightning"])
-    errors = [
-        float((ours(tokens(1, T)).logits - theirs(tokens(1, T)).logits).abs().max()) for T in (8, 300)
-    ]
+    errors = [float((ours(tokens(1, T)).logits - theirs(tokens(1, T)).logits).abs().max()) for T in (8, 300)]
     assert errors[0] < 1e-5 < errors[1] < 5e-4
 
 
