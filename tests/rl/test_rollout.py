@@ -59,6 +59,24 @@ def test_rollout_and_training_agree_on_every_token(model: MiniMaxM1ForCausalLM, 
     assert (entropy[batch.response_mask] > 0).all()
 
 
+def test_training_agrees_in_every_layout(model: MiniMaxM1ForCausalLM) -> None:
+    responses = draw(model, copies=2)
+    rows = [torch.tensor(r.prompt + r.tokens) for r in responses]
+    drawn = torch.cat([torch.tensor(r.log_probs) for r in responses])
+
+    T = max(map(len, rows))
+    left = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0), value=PAD) for row in rows])
+    mask = torch.stack([torch.arange(T) >= T - len(row) for row in rows]).long()
+    padded = model.log_probs(left, attention_mask=mask)
+    scored = [x[-len(r.tokens) :] for x, r in zip(padded, responses, strict=True)]
+    assert (torch.cat(scored) - drawn).abs().max() < 1e-4
+
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packed = model.log_probs(torch.cat(rows)[None], position_ids=positions)[0].split([len(r) for r in rows])
+    scored = [x[-len(r.tokens) :] for x, r in zip(packed, responses, strict=True)]
+    assert (torch.cat(scored) - drawn).abs().max() < 1e-4
+
+
 def test_the_recorded_log_probability_is_at_the_temperature_and_over_everything() -> None:
     scripted = Scripted([[math.e**2 / (math.e**2 + math.e + 1)]])
     scripted.forward = lambda **options: type(
