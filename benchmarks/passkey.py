@@ -37,13 +37,13 @@ KINDS = {
 class Plan:
     """How long to train and what to test; `samples` inputs per length, fewer of the longest."""
 
-    steps: int = 900
-    batch_tokens: int = 4096
+    steps: int = 1000
+    batch_tokens: int = 2048
     train_lengths: tuple[int, int] = (32, 256)
     learning_rate: float = 2e-3
     test_lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     samples: int = 100
-    longest_batch: int = 2**19  # tokens of one length that are tested at most
+    longest_batch: int = 2**18  # tokens of one length that are tested at most
 
 
 QUICK = Plan(steps=20, test_lengths=(128, 512), samples=20)
