@@ -8,6 +8,7 @@ Two spellings exist for the same model: the release's (`minimax_m1`, `minimax_te
 import math
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
@@ -109,7 +110,8 @@ class MiniMaxM1Config(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         kwargs.pop("auto_map", None)  # names the remote code that this package replaces
-        spelling = kwargs.pop("model_type", None)
+        spelling, older = kwargs.pop("model_type", None), kwargs.pop("torch_dtype", None)
+        self.dtype = older if self.dtype is None else self.dtype
         self._check_counts("num_hidden_layers", "num_attention_heads")
         self._read_layers(kwargs, spelling=spelling)
         self._read_factors(kwargs)
@@ -292,6 +294,11 @@ class MiniMaxM1Config(PreTrainedConfig):
                 "'sigmoid' where there is a shared expert",
             ),
             ("head_dtype", self.head_dtype in _HEAD_DTYPES, f"one of {list(_HEAD_DTYPES)}"),
+            (
+                "dtype",
+                not isinstance(self.dtype, str) or isinstance(getattr(torch, self.dtype, None), torch.dtype),
+                "the name of a torch type, such as 'bfloat16'",
+            ),
             *(
                 (name, _is_number(getattr(self, name)), "a finite number")
                 for name in (*_ALPHA_BETA.values(), "router_aux_loss_coef", "initializer_range")

@@ -353,6 +353,20 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             **{CACHE_NAME: outputs.cache},
         )
 
+    def save_pretrained(
+        self,
+        save_directory: str,
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Write the published layout. A head that training keeps in another type than the rest is saved in
+        the model's own, as `config.json` says."""
+        if state_dict is None and self.lm_head.weight.dtype != self.dtype:
+            state_dict = self.state_dict()
+            state_dict["lm_head.weight"] = state_dict["lm_head.weight"].to(self.dtype)
+        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+
     def log_probs(
         self,
         input_ids: Tensor,

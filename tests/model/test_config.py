@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoConfig
@@ -111,6 +112,13 @@ def test_a_field_left_out_means_what_its_spelling_means(tmp_path: Path) -> None:
     assert MiniMaxM1Config().postnorm is True
 
 
+def test_the_older_name_of_the_type_is_read_and_the_newer_wins() -> None:
+    assert MiniMaxM1Config(torch_dtype="bfloat16").dtype == torch.bfloat16
+    assert MiniMaxM1Config(torch_dtype="bfloat16", dtype="float16").dtype == torch.float16
+    with pytest.raises(ValueError, match="dtype is 'bf17'"):
+        MiniMaxM1Config(torch_dtype="bf17")
+
+
 def test_factors_left_out_are_one() -> None:
     config = MiniMaxM1Config()
     for kind in ("full_attention", "linear_attention", "mlp"):
@@ -170,6 +178,7 @@ WRONG = [
     ("shared_intermediate_size", [64], "a whole number of at least 0"),
     ("head_dtype", "int8", "one of ['float32'"),
     ("postnorm", "yes", "true or false"),
+    ("dtype", "bf17", "the name of a torch type"),
 ]
 
 

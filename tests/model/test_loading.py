@@ -67,6 +67,17 @@ class TestSavingAndLoading:
         again = MiniMaxM1ForCausalLM.from_pretrained(tmp_path)
         assert again.dtype == dtype and again.get_parameter(gate).dtype == torch.float32
 
+    def test_a_head_trained_in_float32_is_saved_in_the_models_type(self, good: Path, tmp_path: Path) -> None:
+        narrow = MiniMaxM1ForCausalLM.from_pretrained(good, dtype=torch.bfloat16)
+        narrow.lm_head.float()
+        with torch.no_grad():
+            narrow.lm_head.weight.add_(1e-3)
+        narrow.save_pretrained(tmp_path)
+        head = weights_in(tmp_path)["lm_head.weight"]
+        assert head.dtype == torch.bfloat16 and torch.equal(head, narrow.lm_head.weight.bfloat16())
+        assert narrow.lm_head.weight.dtype == torch.float32
+        assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+
     def test_without_a_type_in_the_config_the_main_one_counts(self, good: Path, tmp_path: Path) -> None:
         tensors = weights_in(good)
         tensors = {name: x if ".gate." in name else x.bfloat16() for name, x in tensors.items()}
