@@ -1,8 +1,11 @@
 """Laws of the objective on random batches: gradients, equivalences, and what must change nothing."""
 
 import math
+import multiprocessing
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -175,3 +178,32 @@ def test_only_log_probs_receive_a_gradient(seed: int, objective: Objective) -> N
     gradients = torch.autograd.grad(loss, inputs, allow_unused=True)
     assert gradients[0] is not None
     assert gradients[1:] == (None, None, None)
+
+
+def _rank(rank: int, store: str, results: object) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    for i, objective in enumerate(OBJECTIVES):
+        batch = Batch(7)
+        counts = (float(batch.mask.sum()), float((batch.mask.sum(1) > 0).sum()))
+        part = batch.rows(torch.arange(6)[rank::2])
+        _, gradient = part.loss_and_gradient(objective, normaliser=counts)
+        whole = torch.zeros(6, 7, dtype=torch.float64)
+        whole[rank::2] = gradient
+        dist.all_reduce(whole)
+        if rank == 0:
+            results[i] = whole
+    dist.destroy_process_group()
+
+
+def test_two_ranks_sum_to_the_gradient_of_one(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    with context.Manager() as manager:
+        results = manager.dict()
+        ranks = [context.Process(target=_rank, args=(rank, tmp_path / "store", results)) for rank in (0, 1)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(60)
+        assert [process.exitcode for process in ranks] == [0, 0]
+        for i, objective in enumerate(OBJECTIVES):
+            assert close(results[i], Batch(7).loss_and_gradient(objective)[1])
