@@ -93,7 +93,12 @@ def load(
     *,
     strict: bool,
 ) -> Any:
-    """Check the folder, then let `from_pretrained` load it; see `HybridPreTrainedModel.from_pretrained`."""
+    """Check the folder, then let `from_pretrained` load it; see `HybridPreTrainedModel.from_pretrained`.
+
+    Memory: the model once, beside the file's mapped pages. Another `dtype` than the file's takes up to twice
+    the model, since transformers' threads cast every expert before the first are stacked (its own variable
+    HF_DEACTIVATE_ASYNC_LOAD=1 holds them back: 1.25 times).
+    """
     wants_info = kwargs.pop("output_loading_info", False)
     _check_config(cls, kwargs.get("config"))
     folder = _weights_folder(path, kwargs)
