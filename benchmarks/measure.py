@@ -90,10 +90,11 @@ def peak_in_own_process(case: str, side: str, index: int) -> int:
     return int(done.stdout.split()[-1])
 
 
-def place() -> dict[str, str]:
+def place() -> dict[str, str | int]:
     """Where and with what: the columns that every row carries."""
     return {
         "device": device_name(),
+        "threads": torch.get_num_threads(),
         "torch": torch.__version__.split("+")[0],
         "triton": _version("triton"),
         "transformers": _version("transformers"),

@@ -24,6 +24,7 @@ from minimax_hybrid.model import MiniMaxM1ForCausalLM
 from .measure import ROOT, device_slug, percentiles, place
 from .models import small_config
 from .rows import RESULTS, Row, append
+from .tables import write_pages
 
 PIECE, SAVE_EVERY, DECODED = 8192, 65536, 64
 MILESTONES = (131_072, 262_144, 524_288, 1_000_000)
@@ -138,6 +139,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{row.task:24} {row.length:>9,}  {row.metric:12} {row.p50:.6g} {row.unit}")
     if not args.quick:
         append(RESULTS / f"{device_slug()}.csv", rows)
+        write_pages()
         KEPT.unlink(missing_ok=True)
 
 

@@ -23,6 +23,7 @@ from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from .measure import device_slug, place
 from .rows import RESULTS, Row, append
+from .tables import write_pages
 
 DIGITS, KEY, ASK, FILLER, VOCABULARY = 4, 10, 11, 12, 76  # tokens 0 to 9 are the digits
 LAYERS = 8
@@ -153,6 +154,7 @@ def main(argv: list[str] | None = None) -> None:
         rows = run(plan, kind, seed=args.seed)
         if not args.quick:
             append(RESULTS / f"{device_slug()}.csv", rows)
+            write_pages()
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ class Row:
     p80: float
     rounds: int
     device: str
+    threads: int
     torch: str
     triton: str
     transformers: str
@@ -60,7 +61,7 @@ def read(path: Path, case: str | None = None) -> list[Row]:
     newest: dict[tuple, Row] = {}
     with path.open(newline="") as file:
         for line in csv.DictReader(file):
-            counts = {name: int(line[name]) for name in ("length", "batch", "rounds")}
+            counts = {name: int(line[name]) for name in ("length", "batch", "rounds", "threads")}
             numbers = {name: float(line[name]) for name in ("p20", "p50", "p80")}
             row = Row(**{**line, **counts, **numbers})
             if case is None or row.case == case:

@@ -1,8 +1,9 @@
 """Run a case: its tests, then its tasks; append the rows and write the page and the pictures.
 
-python -m benchmarks.run --list
-python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
-python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
+    python -m benchmarks.run                          what there is
+    python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
+    python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
+    python -m benchmarks.run --quick                  every case, a few rounds each
 """
 
 import argparse
@@ -24,7 +25,7 @@ from .measure import (
     place,
 )
 from .rows import RESULTS, Row, append
-from .tables import case_table
+from .tables import case_table, write_pages
 
 QUICK_BUDGET, BUDGET = 4.0, 60.0  # seconds for the rounds of one task
 
@@ -78,18 +79,18 @@ def run_task(case: Case, index: int, task: Task, *, quick: bool, tick) -> list[R
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.splitlines()[0])
-    parser.add_argument("--case", choices=[*CASES, "all"], default="all")
+    parser.add_argument("--case", choices=[*CASES, "all"], help="what to run; 'all' takes most of an hour")
     parser.add_argument("--quick", action="store_true", help="under a minute for each case; writes nothing")
     parser.add_argument("--only", help="tasks whose 'kind dtype length' contains this")
     parser.add_argument(
         "--threads", type=int, default=None, help="CPU threads; all of the machine's by default"
     )
-    parser.add_argument("--list", action="store_true", help="say what there is")
+    parser.add_argument("--list", action="store_true", help="say what there is, as without a case")
     parser.add_argument("--peak", nargs=2, metavar=("SIDE", "INDEX"), help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    if args.list:
+    if args.list or not (args.case or args.quick):
         for case in CASES.values():
             print(f"{case.name:10} {case.about}")
         return
@@ -97,12 +98,14 @@ def main(argv: list[str] | None = None) -> None:
         case, (side, index) = CASES[args.case], args.peak
         print(peak_bytes(case.prepare(side, case.tasks[int(index)])))
         return
-    for name in CASES if args.case == "all" else [args.case]:
+    for name in CASES if args.case in (None, "all") else [args.case]:
         start = time.perf_counter()
         rows = run_case(CASES[name], quick=args.quick, only=args.only)
         print(f"\n{name}: {CASES[name].about}\n")
         print(case_table(CASES[name], rows))
         print(f"\n{time.perf_counter() - start:.0f} s on {place()['device']}")
+        if not args.quick:
+            write_pages()
 
 
 if __name__ == "__main__":

@@ -129,7 +129,8 @@ def provenance(command: str, rows: list[Row]) -> str:
     last = max(rows, key=lambda row: row.date)
     commits = sorted({row.commit for row in rows})
     return (
-        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, torch {last.torch}, "
+        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, {last.threads} threads, torch "
+        f"{last.torch}, "
         f"transformers {last.transformers}, commit {', '.join(commits)}."
     )
 

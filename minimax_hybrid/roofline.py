@@ -6,6 +6,7 @@ A bound, not a forecast: several devices divide both terms and their communicati
 figures for the GPUs (dense, SXM); `this_cpu()` measures the machine it runs on.
 """
 
+import os
 import platform
 import time
 from dataclasses import dataclass
@@ -103,14 +104,14 @@ def this_cpu(*, size: int = 1536, repeats: int = 5) -> Device:
 
 
 def cpu_name() -> str:
-    """The processor's name and the threads torch uses of it."""
+    """The processor's name and how many cores the machine has."""
     name = platform.processor() or platform.machine()
     try:
         with open("/proc/cpuinfo") as lines:
             name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         pass
-    return f"{name}, {torch.get_num_threads()} threads"
+    return f"{name}, {os.cpu_count()} cores"
 
 
 def _fastest(work, repeats: int) -> float:
