@@ -156,13 +156,25 @@ def filled(text: str) -> str:
     return _MARKED.sub(lambda found: f"{found[1]}\n{readme_table(found[2])}\n{found[3]}", text)
 
 
+def index() -> str:
+    """The page that lists the devices, and says so if no GPU is among them."""
+    text = ["# Results", "", "Written by `python -m benchmarks.tables`.", ""]
+    text += ["- [Figure 1 (right) of the M1 report](figure1.md), counts only"]
+    devices = {path: read(path) for path in files()}
+    for path, rows in devices.items():
+        cases = dict.fromkeys(row.case for row in rows)
+        text.append(f"- [{rows[-1].device}]({path.stem}.md): {', '.join(cases)}")
+    if all(row.device.endswith(" cores") for rows in devices.values() for row in rows):
+        text += ["", "No GPU has been measured, so there is no table of one."]
+    return "\n".join(text) + "\n"
+
+
 def write_pages() -> list[Path]:
-    written = []
-    for path in files():
-        target = path.with_suffix(".md")
-        target.write_text(page(path))
-        written.append(target)
-    return written
+    """The index, and a page for every CSV."""
+    pages = {RESULTS / "README.md": index()} | {path.with_suffix(".md"): page(path) for path in files()}
+    for path, text in pages.items():
+        path.write_text(text)
+    return list(pages)
 
 
 def _task(row: Row) -> tuple[str, int, int, str]:

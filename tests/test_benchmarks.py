@@ -220,6 +220,7 @@ def test_pictures_are_drawn_from_rows_alone(tmp_path, monkeypatch):
 
 
 def test_pages_are_what_the_committed_rows_give():
+    assert (rows.RESULTS / "README.md").read_text() == tables.index(), "run python -m benchmarks.tables"
     for path in rows.files():
         assert path.with_suffix(".md").read_text() == tables.page(path), "run python -m benchmarks.tables"
     assert figure1.PAGE.read_text() == figure1.page(), "run python -m benchmarks.figure1"
