@@ -126,6 +126,7 @@ def load(
         kwargs["ignore_mismatched_sizes"] = bool(difference)
         model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
         _fill_partial(model, folder, tensors, difference)
+        _widen_routers(model, difference)
         if difference:
             warnings.warn(
                 f"{folder} does not fit its config: what fits was loaded, the rest initialised\n  "
@@ -254,6 +255,15 @@ def _fill_partial(model: nn.Module, folder: Path, tensors: dict[str, Tensor], di
                 stack[e, rows].copy_(file.get_tensor(disk))
 
 
+@torch.no_grad()
+def _widen_routers(model: nn.Module, difference: Mismatch) -> None:
+    """transformers keeps the routers it reads in float32, and makes absent ones in the model's type."""
+    for name in difference.missing:
+        if name.endswith("block_sparse_moe.gate.weight"):
+            router = model.get_parameter(name)
+            router.data = router.data.to(torch.promote_types(router.dtype, torch.float32))
+
+
 def _check_config(cls: type, config: Any) -> None:
     if isinstance(config, PreTrainedConfig) and not isinstance(config, MiniMaxM1Config):
         kind = type(config).__name__
@@ -289,6 +299,8 @@ def _weights_folder(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> P
         return None
     folder = Path(path) / (kwargs.get("subfolder") or "")
     if not folder.is_dir():
+        if folder.is_absolute() or os.fspath(path).startswith((".", "~")):
+            raise FileNotFoundError(f"there is no folder {folder}")
         return None
     adapter = folder / "adapter_config.json"
     names = (with_variant(name, kwargs.get("variant")) for name in (SINGLE, INDEX))

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from minimax_hybrid import MiniMaxM1ForCausalLM
+from minimax_hybrid import MiniMaxM1ForCausalLM, MiniMaxM1Model
 from minimax_hybrid.checkpoint import INDEX, SINGLE, read_headers
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.10.w1.weight"
@@ -113,6 +113,11 @@ class TestStrict:
         with pytest.raises(FileNotFoundError, match=r"model-00002-of-00002\.safetensors"):
             MiniMaxM1ForCausalLM.from_pretrained(two_shards)
 
+    def test_a_folder_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        for path in (tmp_path / "nowhere", "./nowhere/at/all"):
+            with pytest.raises(FileNotFoundError, match="there is no folder .*nowhere"):
+                MiniMaxM1ForCausalLM.from_pretrained(path)
+
     def test_a_folder_without_weights_is_named(self, good: Path, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text((good / "config.json").read_text())
         with pytest.raises(FileNotFoundError, match=rf"{tmp_path} holds no weights"):
@@ -211,6 +216,18 @@ class TestLenient:
             new.copy_(absent)
         assert_same_weights(found, small)
 
+    def test_an_absent_expert_alone_is_initialised_in_a_stack_without_its_head_too(
+        self, good: Path, small: nn.Module, tmp_path: Path
+    ) -> None:
+        tensors = weights_in(good)
+        absent = tensors.pop(EXPERT)
+        save(tmp_path, tensors, config=good)
+        with pytest.warns(UserWarning):
+            found = MiniMaxM1Model.from_pretrained(tmp_path, strict=False)
+        with torch.no_grad():
+            found.get_parameter(STACK.removeprefix("model."))[10, :16].copy_(absent)
+        assert_same_weights(found, small.model)
+
     def test_the_three_lists_name_what_was_wrong(self, good: Path, small: nn.Module, tmp_path: Path) -> None:
         tensors = weights_in(good)
         for damage in (rename_norm, shorten_embedding, add_unknown):
@@ -238,6 +255,16 @@ class TestLenient:
         assert len(info["missing_keys"]) == 24  # w1 and w3 of twelve experts, by their published names
         assert 0.01 < found.get_parameter(STACK).std() < 0.03
         assert torch.equal(found.get_parameter(NORM), small.get_parameter(NORM))
+
+    def test_an_absent_router_is_made_in_float32(self, good: Path, tmp_path: Path) -> None:
+        tensors, name = weights_in(good), "model.layers.1.block_sparse_moe.gate.weight"
+        del tensors[name]
+        save(tmp_path, tensors, config=good)
+        with pytest.warns(UserWarning, match=f"missing: {name}"):
+            found = MiniMaxM1ForCausalLM.from_pretrained(tmp_path, strict=False, dtype=torch.bfloat16)
+        assert found.dtype == torch.bfloat16
+        router = found.get_parameter(name)
+        assert router.dtype == torch.float32 and 0.01 < router.std() < 0.03
 
     def test_auto_classes_are_lenient_on_request(self, good: Path, tmp_path: Path) -> None:
         tensors = weights_in(good)
