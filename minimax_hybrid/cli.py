@@ -28,14 +28,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rest and args.run is not _bench:
         parser.error(f"unknown arguments: {' '.join(rest)}")
     try:
-        return args.run(args, rest) if args.run is _bench else args.run(args)
+        code = args.run(args, rest) if args.run is _bench else args.run(args)
+        sys.stdout.flush()
+        return code
     except UsageError as error:
         return _say(error, code=2)
     except BrokenPipeError:
         # whoever read our output has gone; without this, Python reports a failed flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, OSError, FloatingPointError) as error:
+    except OSError as error:
+        named = error.filename and error.strerror
+        return _say(f"{error.filename}: {error.strerror}" if named else error, code=1)
+    except (ValueError, FloatingPointError) as error:
         return _say(error, code=1)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "memory" not in str(error):
@@ -70,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="reinforcement learning, from a settings file")
     train.add_argument("settings", type=Path, metavar="CONFIG.toml", help="see minimax_hybrid/rl/settings.py")
     train.set_defaults(run=_train)
-    bench = commands.add_parser("bench", help="run benchmarks, in a clone; see bench --help", add_help=False)
+    bench = commands.add_parser("bench", help="run benchmarks, in a clone; alone: list them", add_help=False)
     bench.set_defaults(run=_bench)
     return parser
 
@@ -90,7 +95,7 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--temperature", type=_positive, default=1.0, metavar="X")
     parser.add_argument("--top-p", type=_share, default=0.95, metavar="P")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    parser.add_argument("--seed", type=int, metavar="N", help="makes sampling repeatable")
+    parser.add_argument("--seed", type=_seed, metavar="N", help="makes sampling repeatable")
     parser.add_argument("--repetition-stop", type=_count, nargs="?", const=3000, metavar="RUN",
                         help="end a text after RUN tokens in a row (3000) above the threshold")
     parser.add_argument("--repetition-threshold", type=_share, default=0.99, metavar="P")
@@ -165,7 +170,7 @@ def _print_texts(asked: list[Any], result: Any, args: argparse.Namespace) -> Non
             print(f"--- text {i}\n{text}")
     if len(asked) == 1 and not args.json:
         print()  # the text itself was shown as it came
-    sys.stdout.flush()
+    sys.stdout.flush()  # before the summary on standard error
 
 
 def _show(piece: str) -> None:
@@ -225,7 +230,8 @@ def _bench(args: argparse.Namespace, rest: list[str]) -> int:
             "the benchmarks are not part of an installed package; run this from a clone installed with pip "
             "install -e ."
         )
-    return subprocess.run([sys.executable, "-m", "benchmarks.run", *rest], cwd=root).returncode
+    command = [sys.executable, "-m", "benchmarks.run", *(rest or ["--list"])]
+    return subprocess.run(command, cwd=root).returncode
 
 
 def _read_prompt(name: str) -> str:
@@ -269,6 +275,13 @@ def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 2**63")
     return value
 
 

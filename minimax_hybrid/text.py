@@ -194,7 +194,7 @@ class _Watch(BaseStreamer):
 def _usable(device: str) -> torch.device:
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.zeros(1, device=place).item()  # what cannot do this cannot compute: absent, or "meta"
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
     return place

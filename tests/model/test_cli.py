@@ -197,6 +197,8 @@ def test_streamed_pieces_make_the_text_and_no_character_is_split(folder):
         (["--prompt", "a", "--max-new-tokens", "many"], 2, "invalid"),
         (["--prompt", "a", "--colour", "red"], 2, "unknown arguments: --colour red"),
         (["--prompt", "a", "--repetition-stop", "3", "--repetition-threshold", "1"], 1, "threshold is 1.0"),
+        (["--prompt", "a", "--seed", str(2**70)], 2, "not between 0 and"),
+        (["--prompt", "a", "--device", "meta"], 1, "device 'meta' cannot be used here"),
         (["--prompt", "a", "--device", "nowhere"], 1, "device 'nowhere' cannot be used here"),
         (["--prompt", "a", "--model", "absent"], 1, "there is no absent"),
     ],
@@ -360,13 +362,28 @@ def test_convert_there_and_back_gives_the_same_weights_and_text(run, folder, tmp
     assert set(cli.LAYOUTS) == set(conversion.LAYOUTS)
 
 
-def test_train_runs_a_settings_file(run, tmp_path):
+def test_train_runs_a_settings_file(run, folder, tmp_path):
+    settings = tmp_path / "train.toml"
+    sizes = "batches = 1\nprompts = 2\nresponses = 2\nupdates = 1\nwindows = [4]\nevaluation_problems = 2\n"
+    settings.write_text(
+        f'model = "{folder}"\noutput = "{tmp_path / "run"}"\ntask = "addition"\ndifficulty = 1\n'
+        f'learning_rate = 1e-5\n{sizes}[objective]\nname = "cispo"\nratio_max = 5.0\n'
+    )
+    code, _, err = run("train", settings)
+    assert code == 0
+    checkpoint = Path(err.strip().rpartition("the last checkpoint is ")[2])
+    assert run("inspect", checkpoint)[0] == 0
+    code, out, _ = run("generate", "--model", checkpoint, "--prompt", "1+2=", *GREEDY)
+    assert code == 0 and out
+
+
+def test_settings_that_cannot_be_trained_with_are_told_in_words(run, tmp_path):
     settings = tmp_path / "train.toml"
     settings.write_text("batches = 1\nspeed = 3\n")
     code, _, err = run("train", settings)
     assert code == 1 and "unknown settings ['speed']" in err
     code, _, err = run("train", tmp_path / "absent.toml")
-    assert code == 1 and "absent.toml" in err
+    assert code == 1 and "absent.toml" in err and "Traceback" not in err
 
 
 def command(*arguments: object) -> list[str]:
@@ -374,8 +391,11 @@ def command(*arguments: object) -> list[str]:
 
 
 def test_bench_hands_its_arguments_to_the_benchmarks():
-    done = subprocess.run(command("bench", "--list"), capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout
+    done, alone = (
+        subprocess.run(command("bench", *arguments), capture_output=True, text=True)
+        for arguments in (["--list"], [])
+    )
+    assert done.returncode == alone.returncode == 0 and done.stdout == alone.stdout != ""
     done = subprocess.run(command("bench", "--case", "absent"), capture_output=True, text=True)
     assert done.returncode == 2 and "absent" in done.stderr
 
@@ -401,6 +421,14 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless):
     process.stdout.close()
     error = process.stderr.read().decode()
     assert process.wait(60) == 1 and error == ""
+
+
+def test_a_reader_that_reads_nothing_is_no_error_of_ours(folder):
+    process = subprocess.Popen(
+        command("inspect", folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    process.stdout.close()
+    assert process.stderr.read() == "" and process.wait(60) == 1
 
 
 def test_ctrl_c_ends_it_in_one_word(endless):
