@@ -7,9 +7,10 @@
 """
 
 import torch
-from minimax_kernels import grouped_linear
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+
+from minimax_kernels import grouped_linear
 
 from .config import MiniMaxM1Config
 from .layers import Linear
@@ -49,14 +50,14 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(E, M, F))
 
     def forward(self, x_NM: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        N, A = chosen.shape
-        order = chosen.flatten().argsort(stable=True)  # (R,) with R = N * A
+        A = chosen.shape[1]
+        order = chosen.flatten().argsort(stable=True)  # (R,), R = N * A for N tokens
         rows_per_expert = chosen.flatten().bincount(minlength=len(self.down_proj))
         routed_RM = x_NM[order // A]
         gate, up = grouped_linear(routed_RM, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         out_RM = grouped_linear(self.act(gate) * up, self.down_proj, rows_per_expert)
-        out_RM = out_RM[order.argsort()]
-        return (out_RM.view(N, A, x_NM.shape[1]) * weights.to(out_RM.dtype)[..., None]).sum(dim=1)
+        out_RM = out_RM * weights.to(out_RM.dtype).flatten()[order, None]
+        return torch.zeros_like(x_NM, dtype=out_RM.dtype).index_add(0, order // A, out_RM)
 
 
 class SharedExpert(nn.Module):

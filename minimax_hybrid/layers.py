@@ -2,8 +2,9 @@
 residual."""
 
 import torch
-from minimax_kernels import linear
 from torch import Tensor, nn
+
+from minimax_kernels import linear, rms_norm
 
 
 class Linear(nn.Linear):
@@ -25,8 +26,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x if x.dtype == torch.float64 else x.float()
-        return nn.functional.rms_norm(wide, wide.shape[-1:], eps=self.eps).to(x.dtype) * self.weight
+        return rms_norm(x, self.weight, eps=self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.weight.shape[0]}, eps={self.eps}"
@@ -63,4 +63,4 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def weighted_residual(residual: Tensor, branch: Tensor, *, alpha: float, beta: float) -> Tensor:
     """alpha * residual + beta * branch: DeepNorm's connection, alpha = (2 L)^(1/4) in the releases."""
-    return residual * alpha + branch * beta
+    return torch.add(branch if beta == 1 else branch * beta, residual, alpha=alpha)

@@ -5,6 +5,7 @@ from .grouped.interface import grouped_linear
 from .lightning.interface import lightning_attention, lightning_decode
 from .log_probs.interface import token_log_probs
 from .log_probs.logits import fp32_linear
+from .norm import rms_norm
 from .packing import BLOCK, cu_seqlens_from_lengths, pack, unpack
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "lightning_decode",
     "linear",
     "pack",
+    "rms_norm",
     "token_log_probs",
     "unpack",
 ]

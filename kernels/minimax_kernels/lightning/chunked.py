@@ -5,9 +5,9 @@ Within a block of C positions, with g = log_decay and the state at the block's s
     out[i]     = exp(g (i+1)) q[i] @ state + sum_{j <= i} exp(g (i-j)) (q[i] . k[j]) v[j]
     next state = exp(g n) state + sum_j exp(g (n-1-j)) outer(k[j], v[j])        n rows in the block
 
-Every exponent is at most 0. All blocks of all sequences are computed at once; only the short sum over block
-states runs in order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so a decoded
-row has the forward's bits.
+Every exponent is at most 0. Many blocks are computed at once; only the short sum over block states runs in
+order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so a decoded row has the
+forward's bits.
 """
 
 from dataclasses import dataclass
@@ -18,21 +18,24 @@ from torch.nn.functional import pad
 
 from ..packing import BLOCK
 
+# Elements of q worked on at once: its float32 copies and products then stay in a core's L2 cache.
+WORKING_SET = 2**18
+
 
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Shapes and rules as in `interface.lightning_attention`; `state` (S, H, Dk, Dv) has the working type."""
-    B, T = v.shape[:2]
-    blocks = _Blocks.dense(B, T, v.device) if cu_seqlens is None else _Blocks.packed(cu_seqlens, T)
-    if blocks.lengths.numel() == 0:
-        return torch.zeros_like(v), state.clone()
-    q_blocks, k_blocks, v_blocks = (blocks.split(x).to(state.dtype).contiguous() for x in (q, k, v))
-    log_decay = log_decay.to(state.dtype)
-    gain, fade = _advance(k_blocks, v_blocks, log_decay, blocks.lengths)
-    starts, last = _scan(state[blocks.order], gain, fade, blocks.active)
-    out = _tile(q_blocks, k_blocks, v_blocks, starts, log_decay)
-    return blocks.join(out.to(v.dtype), v), last[blocks.order.argsort()]
+    B, T, H, Dk = q.shape
+    if cu_seqlens is not None:
+        return _run(_Blocks.packed(cu_seqlens, T), q, k, v, log_decay, state)
+    step = max(WORKING_SET // max(B * H * Dk, 1) // BLOCK, 1) * BLOCK
+    outs = []
+    for start in range(0, T, step):
+        part = [x[:, start : start + step] for x in (q, k, v)]
+        out, state = _run(_Blocks.dense(B, part[0].shape[1], v.device), *part, log_decay, state)
+        outs.append(out)
+    return (torch.cat(outs, dim=1), state) if outs else (torch.zeros_like(v), state.clone())
 
 
 def decode(
@@ -48,41 +51,73 @@ def decode(
 ) -> Tensor:
     """One token for each sequence by replaying its open block; see `interface.lightning_decode`."""
     log_decay = log_decay.to(state.dtype)
-    full = counts == BLOCK
-    if full.any():
+    held = counts.tolist()
+    if BLOCK in held:
         k_block, v_block = (_as_block(x, counts, state.dtype) for x in (k_rows, v_rows))
         gain, fade = _advance(k_block, v_block, log_decay, counts)
+        full = counts == BLOCK
         state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
         counts.masked_fill_(full, 0)
-    row = torch.arange(len(counts), device=counts.device)
+    row = torch.arange(len(held), device=counts.device)
     position = counts.clone()
     k_rows[row, position] = k[:, 0]
     v_rows[row, position] = v[:, 0]
     counts += 1
     k_block, v_block = (_as_block(x, counts, state.dtype) for x in (k_rows, v_rows))
-    q_block = torch.zeros(*k_block.shape, dtype=state.dtype, device=q.device)  # (B, H, C, Dk)
+    q_block = torch.zeros_like(k_block)
     q_block[row, :, position] = q[:, 0].to(state.dtype)
-    out = _tile(q_block, k_block, v_block, state, log_decay)
+    # the other rows of q are zero, so this row's weights serve the whole block
+    distance = position[:, None, None] - torch.arange(BLOCK, device=counts.device)  # (B, 1, C)
+    weight = _decay(log_decay, distance)
+    reach = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
+    out = _tile(q_block, k_block, v_block, state, weight, reach)
     return out[row, :, position].to(v.dtype)[:, None]
+
+
+def _run(
+    blocks: "_Blocks", q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    if not len(blocks.lengths):
+        return torch.zeros_like(v), state.clone()
+    log_decay = log_decay.to(state.dtype)
+    q_blocks, k_blocks, v_blocks = (blocks.split(x).to(state.dtype).contiguous() for x in (q, k, v))
+    gain, fade = _advance(k_blocks, v_blocks, log_decay, blocks.lengths)
+    starts, last = _scan(state[blocks.order], gain, fade, blocks.active)
+    i = torch.arange(BLOCK, device=q.device)
+    weight = _decay(log_decay, i[:, None] - i)  # (H, C, C)
+    reach = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
+    out = _tile(q_blocks, k_blocks, v_blocks, starts, weight, reach)
+    return blocks.join(out.to(v.dtype), v), last[blocks.order.argsort()]
 
 
 def _as_block(rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """The first BLOCK rows (B, R, H, D) as a tile (B, H, C, D), with zeros where nothing was written."""
-    held = torch.arange(BLOCK, device=rows.device) < counts[:, None]
-    return torch.where(held[:, :, None, None], rows[:, :BLOCK], 0).to(dtype).transpose(1, 2).contiguous()
+    tile = torch.empty(len(rows), rows.shape[2], BLOCK, rows.shape[3], dtype=dtype, device=rows.device)
+    tile.copy_(rows[:, :BLOCK].transpose(1, 2))
+    unwritten = torch.arange(BLOCK, device=rows.device) >= counts[:, None]
+    return tile.masked_fill_(unwritten[:, None, :, None], 0)
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, log_decay: Tensor) -> Tensor:
-    """Outputs (K, H, C, Dv) of K blocks from their rows (K, H, C, D) and first states (K, H, Dk, Dv)."""
-    i = torch.arange(q.shape[-2], device=q.device)
-    distance = i[:, None] - i[None, :]
-    weight = (log_decay[:, None, None] * distance.clamp(min=0)).exp() * (distance >= 0)  # (H, C, C)
-    reach = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
-    return (q @ k.mT * weight) @ v + (q @ state) * reach
+def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
+    """Outputs (K, H, C, Dv) of K blocks from their rows (K, H, C, D) and first states (K, H, Dk, Dv).
+
+    `weight` (H, C, C) fades the pairs of a block, `reach` (H, C, 1) what the state brings.
+    """
+    pairs = (q @ k.mT).mul_(weight)
+    carried = (q @ state).mul_(reach)
+    return carried.flatten(0, 1).baddbmm_(pairs.flatten(0, 1), v.flatten(0, 1)).view(carried.shape)
+
+
+def _decay(log_decay: Tensor, distance: Tensor) -> Tensor:
+    """exp(log_decay * distance) for every head, (..., H, R, C) from distances (..., R, C); 0 below zero."""
+    distance = distance[..., None, :, :]
+    faded = (log_decay[:, None, None] * distance.clamp(min=0)).exp()
+    return faded.masked_fill_(distance < 0, 0)
 
 
 def _advance(k: Tensor, v: Tensor, log_decay: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """What K blocks with `lengths` (K,) rows add to the state, (K, H, Dk, Dv), and how they fade it, (K, H, 1, 1)."""
+    """What K blocks with `lengths` (K,) rows add to the state, (K, H, Dk, Dv), and how they fade it, (K, H,
+    1, 1)."""
     j = torch.arange(k.shape[-2], device=k.device)
     distance = (lengths[:, None] - 1 - j).clamp(min=0)  # (K, C)
     weight = (log_decay[None, :, None] * distance[:, None]).exp()[..., None]  # (K, H, C, 1)
@@ -158,4 +193,4 @@ class _Blocks:
             return out.index_put((self.rows[held],), blocks.transpose(1, 2)[held])[None]
         steps = len(self.active)
         out = blocks.unflatten(0, (steps, B)).permute(1, 0, 3, 2, 4).flatten(1, 2)
-        return out[:, :T].contiguous()
+        return out[:, :T]
