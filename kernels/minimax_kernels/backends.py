@@ -4,7 +4,6 @@
 A backend asked for by name runs or raises; only "auto" chooses.
 """
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Literal
 
@@ -16,9 +15,11 @@ NAMES = ("reference", "chunked", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@cache
+_HAS_TRITON = find_spec("triton") is not None
+
+
 def has_triton() -> bool:
-    return find_spec("triton") is not None
+    return _HAS_TRITON
 
 
 def _interpreting() -> bool:
@@ -44,12 +45,15 @@ def choose(backend: str, x: Tensor) -> str:
         raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
     if backend == "triton":
         if not has_triton():
-            raise ValueError("backend 'triton' needs the package triton: pip install 'minimax-hybrid[triton]'")
-        if not (x.is_cuda or _interpreting()):
+            raise ValueError("backend 'triton' needs triton: pip install 'minimax-hybrid[triton]'")
+        # torch.compile cannot trace the interpreter's flag; there the launch itself refuses.
+        if not (x.is_cuda or torch.compiler.is_compiling() or _interpreting()):
             raise ValueError(
                 f"backend 'triton' needs tensors on a GPU, got {x.device}; move them, use backend='chunked', "
                 "or run Triton's interpreter with TRITON_INTERPRET=1"
             )
         if x.dtype not in TRITON_DTYPES:
-            raise ValueError(f"backend 'triton' takes {list(TRITON_DTYPES)}, got {x.dtype}; use backend='chunked'")
+            raise ValueError(
+                f"backend 'triton' takes {list(TRITON_DTYPES)}, got {x.dtype}; use backend='chunked'"
+            )
     return backend

@@ -28,7 +28,7 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         packed (1, N, ...) and its bounds (B + 1,) int32; a row that is all padding becomes an empty sequence.
     """
     if mask.shape != x.shape[:2]:
-        raise ValueError(f"mask must have the shape {tuple(x.shape[:2])} of the batch, got {tuple(mask.shape)}")
+        raise ValueError(f"mask must have the batch's shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
     mask = mask.bool()
     return x[mask][None], cu_seqlens_from_lengths(mask.sum(-1))
 
@@ -39,6 +39,11 @@ def unpack(packed: Tensor, mask: Tensor) -> Tensor:
     out = packed.new_zeros(*mask.shape, *packed.shape[2:])
     out[mask] = packed[0]
     return out
+
+
+def readable(x: Tensor) -> bool:
+    """Whether a check may look at values: not on a GPU, which would wait, nor while torch.compile traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def check_cu_seqlens(cu_seqlens: Tensor, *, batch: int, positions: int) -> None:
@@ -52,8 +57,8 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch: int, positions: int) -> None:
             "cu_seqlens must be a vector of S + 1 int32 or int64 bounds, got "
             f"shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         )
-    if cu_seqlens.device.type != "cpu":
-        return  # reading the values would stop the GPU
+    if not readable(cu_seqlens):
+        return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:
         raise ValueError(f"cu_seqlens must start at 0, got {bounds[0]}")

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from minimax_kernels import lightning_attention
-from minimax_kernels.backends import TRITON_DTYPES
 from support import assert_within_budget, backend_results, exact_results, lightning_inputs, results
 from torch import Tensor
+
+from minimax_kernels import lightning_attention
+from minimax_kernels.backends import TRITON_DTYPES
 
 LENGTHS = [1, 2, 8, 15, 16, 17, 63, 64, 65, 127, 255, 256, 257, 300, 913]
 PACKED = [5, 1, 0, 64, 13, 130]
@@ -99,7 +100,8 @@ def test_zero_and_strong_decay_meet_the_definition(
     backend: str, device: str, slope: float, dtype: torch.dtype
 ) -> None:
     inputs = lightning_inputs(B=1, T=257, H=1, log_decay=[-slope], dtype=dtype, device=device)
-    assert_within_budget(backend_results(inputs, backend), inputs)
+    # exp(-50) itself has a relative error of 50 float32 steps where the exponent was rounded to float32.
+    assert_within_budget(backend_results(inputs, backend), inputs, steps=4 + min(60, int(slope)))
 
 
 def test_views_of_one_fused_projection_are_read_in_place(backend: str, device: str) -> None:

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from minimax_kernels import lightning_attention
 from support import backend_results, lightning_inputs
 from torch import Tensor
+
+from minimax_kernels import lightning_attention
 
 
 @pytest.mark.parametrize("lengths", [None, [3, 0, 1, 66]], ids=["dense", "packed"])

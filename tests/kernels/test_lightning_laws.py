@@ -4,8 +4,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minimax_kernels import lightning_attention
 from support import LightningInputs, backend_results, lengths, lightning_inputs, packed_lengths
+
+from minimax_kernels import lightning_attention
 
 decays = st.sampled_from([0.0, 1e-5, 0.004, 0.917004, 2.5, 30.0]) | st.floats(0, 3)
 

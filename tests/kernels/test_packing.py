@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from minimax_kernels import cu_seqlens_from_lengths, pack, unpack
 from minimax_kernels.packing import check_cu_seqlens
 
@@ -53,5 +54,5 @@ def test_bounds_that_break_a_rule_are_refused_by_name(
 
 
 def test_a_mask_of_another_shape_is_refused() -> None:
-    with pytest.raises(ValueError, match="mask must have the shape"):
+    with pytest.raises(ValueError, match="mask must have the batch's shape"):
         pack(torch.zeros(2, 3, 1), torch.ones(3, 2))

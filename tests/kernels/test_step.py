@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 from support import LightningInputs, lightning_inputs
 from torch import Tensor
+
+from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -12,95 +13,107 @@ DTYPES = [torch.float32, torch.bfloat16]
 class Memory:
     """The cache of one layer in its simplest form; what was never written is NaN."""
 
-    def __init__(self, inputs: LightningInputs, rows: int = BLOCK) -> None:
+    def __init__(self, inputs: LightningInputs, *, rows: int = BLOCK) -> None:
         B, _, H, Dk = inputs.q.shape
         Dv = inputs.v.shape[-1]
-        self.log_decay = inputs.log_decay
+        self.inputs = inputs
         self.state = torch.zeros(B, H, Dk, Dv, device=inputs.q.device)
         self.k_rows = inputs.k.new_full((B, rows, H, Dk), float("nan"))
         self.v_rows = inputs.v.new_full((B, rows, H, Dv), float("nan"))
         self.counts = torch.zeros(B, dtype=torch.int64, device=inputs.q.device)
 
+    def prefill(self, b: int, positions: int, backend: str) -> None:
+        """Sequence b after its first `positions` tokens; a block that is just full is not yet folded."""
+        boundary = max(0, positions - 1) // BLOCK * BLOCK
+        rows = slice(boundary, positions)
+        self.state[b] = forward(self.inputs, slice(0, boundary), backend)[1][b]
+        self.counts[b] = positions - boundary
+        self.k_rows[b, : positions - boundary] = self.inputs.k[b, rows]
+        self.v_rows[b, : positions - boundary] = self.inputs.v[b, rows]
+
     def step(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         return lightning_decode(
-            q, k, v, self.log_decay, state=self.state, k_rows=self.k_rows, v_rows=self.v_rows,
+            q, k, v, self.inputs.log_decay, state=self.state, k_rows=self.k_rows, v_rows=self.v_rows,
             counts=self.counts, backend=backend,
         )  # fmt: skip
 
-    def feed(self, inputs: LightningInputs, rows: range, backend: str) -> Tensor:
-        outs = [self.step(*(x[:, t : t + 1] for x in (inputs.q, inputs.k, inputs.v)), backend) for t in rows]
+    def feed(self, positions: range, backend: str) -> Tensor:
+        inputs = self.inputs
+        outs = [
+            self.step(*(x[:, t : t + 1] for x in (inputs.q, inputs.k, inputs.v)), backend) for t in positions
+        ]
         return torch.cat(outs, dim=1)
 
 
+def forward(inputs: LightningInputs, positions: slice, backend: str) -> tuple[Tensor, Tensor]:
+    rows = (x[:, positions] for x in (inputs.q, inputs.k, inputs.v))
+    return lightning_attention(*rows, inputs.log_decay, backend=backend)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("D", [16, 64])
 def test_decode_step_by_step_is_the_forward_bit_for_bit(
-    backend: str, device: str, dtype: torch.dtype, D: int
+    backend: str, device: str, dtype: torch.dtype
 ) -> None:
-    inputs = lightning_inputs(B=2, T=131, H=2, Dk=D, Dv=D, dtype=dtype, device=device)
+    inputs = lightning_inputs(B=1, T=131, H=1, dtype=dtype, device=device)
     memory = Memory(inputs)
-    stepped = memory.feed(inputs, range(131), backend)
-    out, _ = lightning_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend)
-    boundary = (x[:, :128] for x in (inputs.q, inputs.k, inputs.v))
-    _, state = lightning_attention(*boundary, inputs.log_decay, backend=backend)
-    assert torch.equal(stepped, out)
-    assert torch.equal(memory.state, state)
-    assert memory.counts.tolist() == [3, 3]
+    stepped = memory.feed(range(131), backend)
+    assert torch.equal(stepped, forward(inputs, slice(None), backend)[0])
+    assert torch.equal(memory.state, forward(inputs, slice(0, 128), backend)[1])
+    assert memory.counts.tolist() == [3]
     assert torch.equal(memory.k_rows[:, :3], inputs.k[:, 128:])
+    assert torch.equal(memory.v_rows[:, :3], inputs.v[:, 128:])
 
 
-@pytest.mark.parametrize("widths", [(80, 48), (16, 128), (20, 12)], ids=str)
-def test_uneven_widths_decode_like_the_forward(backend: str, device: str, widths: tuple[int, int]) -> None:
-    inputs = lightning_inputs(B=1, T=67, H=1, Dk=widths[0], Dv=widths[1], device=device)
-    stepped = Memory(inputs).feed(inputs, range(67), backend)
-    out, _ = lightning_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend)
-    assert torch.equal(stepped, out)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("widths", [(64, 64), (128, 128), (80, 48), (16, 128), (20, 12)], ids=str)
+def test_decode_after_prefill_is_the_forward_bit_for_bit(
+    backend: str, device: str, dtype: torch.dtype, widths: tuple[int, int]
+) -> None:
+    inputs = lightning_inputs(B=2, T=66, Dk=widths[0], Dv=widths[1], dtype=dtype, device=device)
+    memory = Memory(inputs)
+    for b in range(2):
+        memory.prefill(b, 62, backend)
+    stepped = memory.feed(range(62, 66), backend)
+    assert torch.equal(stepped, forward(inputs, slice(None), backend)[0][:, 62:])
 
 
 def test_sequences_at_different_positions_are_stepped_together(backend: str, device: str) -> None:
-    inputs = lightning_inputs(B=4, T=130, device=device)
-    together, held = Memory(inputs), [0, 63, 64, 129]
-    for b, count in enumerate(held):
-        one = LightningInputs(
-            q=inputs.q[b : b + 1], k=inputs.k[b : b + 1], v=inputs.v[b : b + 1], log_decay=inputs.log_decay,
-            state=None, cu_seqlens=None, dout=inputs.dout, dlast=inputs.dlast,
-        )  # fmt: skip
-        alone = Memory(one)
-        if count:
-            alone.feed(one, range(count), backend)
-        for name in ("state", "k_rows", "v_rows", "counts"):
-            getattr(together, name)[b] = getattr(alone, name)[0]
-    row = torch.arange(4, device=device), torch.tensor(held, device=device)
-    out = together.step(*(x[row][:, None] for x in (inputs.q, inputs.k, inputs.v)), backend)
-    whole, _ = lightning_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend)
-    assert torch.equal(out[:, 0], whole[row])
-    assert together.counts.tolist() == [1, 64, 1, 2]
+    inputs = lightning_inputs(B=5, T=130, H=1, device=device)
+    memory, held = Memory(inputs), [0, 1, 63, 64, 129]
+    for b, positions in enumerate(held):
+        memory.prefill(b, positions, backend)
+    row = torch.arange(5, device=device), torch.tensor(held, device=device)
+    out = memory.step(*(x[row][:, None] for x in (inputs.q, inputs.k, inputs.v)), backend)
+    assert torch.equal(out[:, 0], forward(inputs, slice(None), backend)[0][row])
+    assert memory.counts.tolist() == [1, 2, 64, 1, 2]
 
 
 def test_rows_of_the_last_call_can_be_taken_back(backend: str, device: str) -> None:
-    inputs = lightning_inputs(B=2, T=66, device=device)
+    inputs = lightning_inputs(B=2, T=66, H=1, device=device)
     memory = Memory(inputs, rows=BLOCK + 3)
-    first = memory.feed(inputs, range(64), backend)
-    memory.counts -= 5
-    again = memory.feed(inputs, range(59, 66), backend)
-    out, _ = lightning_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, backend=backend)
-    assert torch.equal(torch.cat([first[:, :59], again], dim=1), out)
+    for b in range(2):
+        memory.prefill(b, 64, backend)
+    memory.counts -= 3
+    again = memory.feed(range(61, 66), backend)
+    assert torch.equal(again, forward(inputs, slice(None), backend)[0][:, 61:])
 
 
 def test_rows_and_state_may_be_views_of_a_larger_cache(backend: str, device: str) -> None:
-    inputs = lightning_inputs(B=2, T=70, device=device)
+    inputs = lightning_inputs(B=2, T=67, H=1, device=device)
     plain, viewed = Memory(inputs), Memory(inputs)
-    for name in ("state", "k_rows", "v_rows", "counts"):
-        x = getattr(viewed, name)
-        setattr(viewed, name, torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0])
-    assert torch.equal(viewed.feed(inputs, range(70), backend), plain.feed(inputs, range(70), backend))
+    for memory in (plain, viewed):
+        for name in ("state", "k_rows", "v_rows", "counts") if memory is viewed else ():
+            x = getattr(viewed, name)
+            setattr(viewed, name, torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0])
+        for b in range(2):
+            memory.prefill(b, 63, backend)
+    assert torch.equal(viewed.feed(range(63, 67), backend), plain.feed(range(63, 67), backend))
     assert torch.equal(viewed.state, plain.state) and torch.equal(viewed.counts, plain.counts)
 
 
 def test_an_empty_batch_decodes_to_nothing(backend: str, device: str) -> None:
     inputs = lightning_inputs(B=0, T=1, device=device)
-    memory = Memory(inputs)
-    assert memory.step(inputs.q, inputs.k, inputs.v, backend).shape == (0, 1, 2, 16)
+    assert Memory(inputs).feed(range(1), backend).shape == (0, 1, 2, 16)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
-"""Lightning attention (MiniMax-01 report, section 2.2): the two public functions, their checks and the choice of
-backend. The model calls `lightning_attention` for many positions and `lightning_decode` for one."""
+"""Lightning attention (MiniMax-01 report, section 2.2): the two public functions, their checks and the choice
+of backend. The model calls `lightning_attention` for many positions and `lightning_decode` for one."""
 
 import torch
 from torch import Tensor
 
 from ..backends import Backend, choose
-from ..packing import BLOCK, check_cu_seqlens
+from ..packing import BLOCK, check_cu_seqlens, readable
 from .chunked import chunked
 from .chunked import decode as chunked_decode
 from .reference import recurrence
@@ -26,8 +26,8 @@ def lightning_attention(
         state[t] = exp(log_decay) * state[t-1] + outer(k[t], v[t])
         out[t]   = q[t] @ state[t]
 
-    Differentiable in q, k, v and state, through both results. Sums are in float32 (float64 for float64 inputs),
-    under autocast too.
+    Differentiable in q, k, v and state, through both results. Sums are in float32 (float64 for float64
+    inputs), under autocast too.
 
     Args:
         q, k: (B, T, H, Dk), already activated.
@@ -46,15 +46,16 @@ def lightning_attention(
     S = _check(q, k, v, log_decay, cu_seqlens)
     H, Dk, Dv = q.shape[2], q.shape[3], v.shape[3]
     work = _work_type(q)
-    if state is None:
-        state = torch.zeros(S, H, Dk, Dv, dtype=work, device=q.device)
-    _check_state(state, (S, H, Dk, Dv), work, q.device)
+    if state is not None:
+        _check_state(state, (S, H, Dk, Dv), work, q.device)
     name = choose(backend, q)
     with torch.autocast(q.device.type, enabled=False):
         if name == "triton":
-            from .triton_forward import lightning_triton
+            from .triton_operator import lightning_triton
 
             return lightning_triton(q, k, v, log_decay, state, cu_seqlens)
+        if state is None:
+            state = torch.zeros(S, H, Dk, Dv, dtype=work, device=q.device)
         run = {"reference": recurrence, "chunked": chunked}[name]
         return run(q, k, v, log_decay, state, cu_seqlens)
 
@@ -74,9 +75,9 @@ def lightning_decode(
 ) -> Tensor:
     """The next token of every sequence, by replaying its open block: bit for bit the forward's row.
 
-    A sequence's memory is the state at its last block boundary and the k, v rows since. The new row is appended and
-    computed with the forward's own tile. A block that is full when the call begins is folded into the state first,
-    so the rows of the last call can still be taken back by lowering `counts`.
+    A sequence's memory is the state at its last block boundary and the k, v rows since. The new row is
+    appended and computed with the forward's own tile. A block that is full when the call begins is folded
+    into the state first, so the rows of the last call can still be taken back by lowering `counts`.
 
     Writes into `state`, `k_rows`, `v_rows` and `counts`: the one operator that changes what it is given.
 
@@ -85,7 +86,8 @@ def lightning_decode(
         v: (B, 1, H, Dv).
         log_decay: (H,) float, at most 0.
         state: (B, H, Dk, Dv) float32, memory at the start of the open block.
-        k_rows, v_rows: (B, R, H, Dk) and (B, R, H, Dv), R >= 64, of k's and v's type; the first counts[b] are held.
+        k_rows, v_rows: (B, R, H, Dk) and (B, R, H, Dv), R >= 64, in the type of q;
+            the first counts[b] are held.
         counts: (B,) int64, rows held by each sequence, 0 to 64.
         backend: "auto", "chunked" or "triton" ("reference" steps the recurrence over the rows).
 
@@ -107,7 +109,7 @@ def lightning_decode(
             raise ValueError(f"{name} must have the type of q, {q.dtype}, got {rows.dtype}")
     if counts.shape != (B,) or counts.dtype != torch.int64:
         raise ValueError(f"counts must be ({B},) int64, got {tuple(counts.shape)} {counts.dtype}")
-    if counts.device.type == "cpu" and B and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
+    if readable(counts) and B and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
         raise ValueError(f"counts must lie in 0 to {BLOCK}, got {counts.tolist()}")
     step = {"reference": _decode_reference, "chunked": chunked_decode}
     chosen = choose(backend, q)
@@ -116,9 +118,7 @@ def lightning_decode(
 
         step["triton"] = decode_triton
     with torch.autocast(q.device.type, enabled=False):
-        return step[chosen](
-            q, k, v, log_decay, state=state, k_rows=k_rows, v_rows=v_rows, counts=counts
-        )
+        return step[chosen](q, k, v, log_decay, state=state, k_rows=k_rows, v_rows=v_rows, counts=counts)
 
 
 def _decode_reference(
@@ -169,12 +169,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tenso
     B, T, H, _ = q.shape
     if log_decay.shape != (H,) or not log_decay.is_floating_point() or log_decay.device != q.device:
         raise ValueError(
-            f"log_decay must be ({H},), floating, on {q.device}; got {tuple(log_decay.shape)} {log_decay.dtype} "
-            f"on {log_decay.device}"
+            f"log_decay must be ({H},), floating, on {q.device}; got {tuple(log_decay.shape)} "
+            f"{log_decay.dtype} on {log_decay.device}"
         )
     if log_decay.requires_grad:
         raise ValueError("log_decay is a constant of the layer and has no gradient; pass log_decay.detach()")
-    if log_decay.device.type == "cpu" and not bool((log_decay <= 0).all()):
+    if readable(log_decay) and not bool((log_decay <= 0).all()):
         raise ValueError(f"log_decay must be at most 0 (memory fades), got {log_decay.tolist()}")
     if cu_seqlens is None:
         return B

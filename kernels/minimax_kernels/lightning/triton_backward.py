@@ -1,0 +1,39 @@
+"""Gradients of lightning attention: the forward's own sweep on other operands, with time and against it.
+
+The state's gradient runs backwards, dstate[t] = outer(q[t], dout[t]) + exp(log_decay) dstate[t+1], and
+
+    dq[t] = dout[t] @ state[t].mT      a sweep of (dout, v, k) from the transposed first state
+    dv[t] = k[t] @ dstate[t]           a reverse sweep of (k, q, dout) from dlast; it ends in dstate
+    dk[t] = v[t] @ dstate[t].mT        a reverse sweep of (v, dout, q) from the transposed dlast
+"""
+
+from torch import Tensor
+
+from .triton_forward import cut, scan, sweep
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    starts: Tensor | None,
+    cu_seqlens: Tensor | None,
+    dout: Tensor,
+    dlast: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """dq, dk, dv and dstate (None without a state). `starts` is what `triton_forward.forward` gave."""
+    B, T = q.shape[:2]
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    pieces = cut(B, T, cu_seqlens, segmented=starts is not None)
+    ends, dstate = dlast, None
+    if starts is not None:
+        _, gain = sweep(None, q, dout, log_decay, pieces, want_last=True, reverse=True)
+        ends, dstate = scan(gain, log_decay, pieces, T, S, state=dlast, reverse=True)
+        state = starts
+    dq, _ = sweep(dout, v, k, log_decay, pieces, state=state, transposed=True)
+    want_dstate = state is not None and starts is None
+    dv, first = sweep(k, q, dout, log_decay, pieces, state=ends, want_last=want_dstate, reverse=True)
+    dk, _ = sweep(v, dout, q, log_decay, pieces, state=ends, reverse=True, transposed=True)
+    return dq, dk, dv, first if want_dstate else dstate

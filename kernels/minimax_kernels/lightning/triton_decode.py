@@ -1,0 +1,187 @@
+"""One token for every sequence, by replaying its open block with the forward's own tile.
+
+Two launches. `replay_kernel` folds a full block into the state, then computes the new row; `append_kernel`
+writes the row and the count down afterwards: all heads and column tiles of a sequence must have read them.
+Nothing is read back to the host and no launch depends on data, so a step can be captured in a CUDA graph.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..packing import BLOCK
+from .triton_forward import launch
+from .triton_tile import fold_block, padded, read_block, tile_for
+
+
+@torch.library.custom_op(
+    "minimax_kernels::lightning_decode", mutates_args=("state", "k_rows", "v_rows", "counts")
+)
+def decode_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    k_rows: Tensor,
+    v_rows: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    """Shapes and rules as in `interface.lightning_decode`."""
+    B, _, H, Dk = q.shape
+    Dv = v.shape[3]
+    out = torch.empty(B, 1, H, Dv, dtype=v.dtype, device=v.device)
+    if not out.numel():
+        counts.copy_(counts % BLOCK + 1)
+        return out
+    tile = tile_for(q.dtype, Dk, Dv)
+    position = torch.empty_like(counts)
+    rows = {
+        "k_ptr": k,
+        "v_ptr": v,
+        "k_rows_ptr": k_rows,
+        "v_rows_ptr": v_rows,
+        "counts_ptr": counts,
+        "position_ptr": position,
+        "H": H,
+        "Dk": Dk,
+        "Dv": Dv,
+        "k_strides": (k.stride(0), k.stride(2), k.stride(3)),
+        "v_strides": (v.stride(0), v.stride(2), v.stride(3)),
+        "k_rows_strides": k_rows.stride(),
+        "v_rows_strides": v_rows.stride(),
+        "counts_stride": counts.stride(0),
+        "BLOCK": BLOCK,
+        "BK": padded(Dk),
+    }
+    launch(
+        replay_kernel,
+        (B * H * triton.cdiv(Dv, tile.BV),),
+        q_ptr=q,
+        out_ptr=out,
+        log_decay_ptr=log_decay.contiguous(),
+        state_ptr=state,
+        q_strides=(q.stride(0), q.stride(2), q.stride(3)),
+        state_strides=state.stride(),
+        C=tile.C,
+        BV=tile.BV,
+        num_warps=tile.warps,
+        num_stages=1,
+        **rows,
+    )
+    launch(append_kernel, (B * H,), BV=padded(Dv), num_warps=1, **rows)
+    return out
+
+
+@decode_triton.register_fake
+def _(q, k, v, log_decay, state, k_rows, v_rows, counts):
+    return v.new_empty(v.shape)
+
+
+@triton.jit
+def replay_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    log_decay_ptr,
+    state_ptr,
+    k_rows_ptr,
+    v_rows_ptr,
+    counts_ptr,
+    position_ptr,
+    H,
+    Dk,
+    Dv,
+    q_strides,
+    k_strides,
+    v_strides,
+    k_rows_strides,
+    v_rows_strides,
+    state_strides,
+    counts_stride,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One sequence, one head, BV columns of v: fold a full block, then compute the tile with the row."""
+    columns = tl.cdiv(Dv, BV)
+    program = tl.program_id(0)
+    h = (program // columns % H).to(tl.int64)
+    b = (program // columns // H).to(tl.int64)
+    d = tl.arange(0, BK)
+    e = program % columns * BV + tl.arange(0, BV)
+    rate = tl.load(log_decay_ptr + h).to(tl.float32) * 1.4426950408889634
+    count = tl.load(counts_ptr + b * counts_stride).to(tl.int32)
+    position = count % BLOCK
+
+    inside = (d[:, None] < Dk) & (e[None, :] < Dv)
+    state_at = state_ptr + b * state_strides[0] + h * state_strides[1]
+    state_at += d[:, None] * state_strides[2] + e[None, :] * state_strides[3]
+    state = tl.load(state_at, mask=inside, other=0.0)
+    k_rows_at = k_rows_ptr + b * k_rows_strides[0] + h * k_rows_strides[2] + d[None, :] * k_rows_strides[3]
+    v_rows_at = v_rows_ptr + b * v_rows_strides[0] + h * v_rows_strides[2] + e[None, :] * v_rows_strides[3]
+    for first in range(0, count - position, C):  # runs only when the block is full
+        row = first + tl.arange(0, C)[:, None]
+        k = tl.load(k_rows_at + row * k_rows_strides[1], mask=d[None, :] < Dk, other=0.0)
+        v = tl.load(v_rows_at + row * v_rows_strides[1], mask=e[None, :] < Dv, other=0.0)
+        state = fold_block(k, v, state, C, rate, False)
+    if count == BLOCK:
+        tl.store(state_at, state, mask=inside)
+
+    q_new = tl.load(q_ptr + b * q_strides[0] + h * q_strides[1] + d * q_strides[2], mask=d < Dk, other=0.0)
+    k_new = tl.load(k_ptr + b * k_strides[0] + h * k_strides[1] + d * k_strides[2], mask=d < Dk, other=0.0)
+    v_new = tl.load(v_ptr + b * v_strides[0] + h * v_strides[1] + e * v_strides[2], mask=e < Dv, other=0.0)
+    for first in range(0, position + 1, C):
+        row = first + tl.arange(0, C)[:, None]
+        k = tl.load(k_rows_at + row * k_rows_strides[1], mask=(row < position) & (d[None, :] < Dk), other=0.0)
+        v = tl.load(v_rows_at + row * v_rows_strides[1], mask=(row < position) & (e[None, :] < Dv), other=0.0)
+        new = row == position
+        q = tl.where(new, q_new[None, :], tl.zeros_like(k))
+        k = tl.where(new, k_new[None, :], k)
+        v = tl.where(new, v_new[None, :], v)
+        out = read_block(q, k, v, state, C, rate, False)
+        out_at = out_ptr + (b * H + h) * Dv + e[None, :] + row * 0
+        tl.store(out_at, out.to(v.dtype), mask=new & (e[None, :] < Dv))
+        if C < BLOCK:
+            state = fold_block(k, v, state, C, rate, False)
+    if program % (H * columns) == 0:
+        tl.store(position_ptr + b, position.to(tl.int64))
+
+
+@triton.jit
+def append_kernel(
+    k_ptr,
+    v_ptr,
+    k_rows_ptr,
+    v_rows_ptr,
+    counts_ptr,
+    position_ptr,
+    H,
+    Dk,
+    Dv,
+    k_strides,
+    v_strides,
+    k_rows_strides,
+    v_rows_strides,
+    counts_stride,
+    BLOCK: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+):
+    """One sequence, one head: write the new k and v rows down, and how many rows are held now."""
+    h = (tl.program_id(0) % H).to(tl.int64)
+    b = (tl.program_id(0) // H).to(tl.int64)
+    position = tl.load(position_ptr + b)
+    d = tl.arange(0, BK)
+    e = tl.arange(0, BV)
+    k = tl.load(k_ptr + b * k_strides[0] + h * k_strides[1] + d * k_strides[2], mask=d < Dk)
+    v = tl.load(v_ptr + b * v_strides[0] + h * v_strides[1] + e * v_strides[2], mask=e < Dv)
+    k_row = k_rows_ptr + b * k_rows_strides[0] + position * k_rows_strides[1] + h * k_rows_strides[2]
+    v_row = v_rows_ptr + b * v_rows_strides[0] + position * v_rows_strides[1] + h * v_rows_strides[2]
+    tl.store(k_row + d * k_rows_strides[3], k, mask=d < Dk)
+    tl.store(v_row + e * v_rows_strides[3], v, mask=e < Dv)
+    if h == 0:
+        tl.store(counts_ptr + b * counts_stride, position + 1)

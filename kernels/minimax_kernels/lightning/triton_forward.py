@@ -1,0 +1,360 @@
+"""Lightning attention in Triton: one kernel sweeps the tile over time; a call is one such sweep or two.
+
+A sweep takes a piece of a sequence from one state to the next and writes the rows between. Where sequences
+and heads make programs enough, a piece is a whole sequence. Otherwise it is a segment: a first sweep finds
+what each segment adds to the state, a scan turns that into first states, a second sweep writes the rows.
+"""
+
+from contextvars import copy_context
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_tile import Tile, fold_block, padded, read_block, tile_for
+
+SEGMENT = 4096  # positions; its first state is then 1 part in 48 of the q, k, v it stands for (D = 128, bf16)
+ENOUGH = 264  # programs: two on each of the 132 SMs of an H100 or H200
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Rows [start, end) of every piece: segments of equal length, or neighbours in a packed row."""
+
+    count: int
+    length: int  # dense: positions in a piece (the last of a row may be shorter)
+    per_row: int  # dense: pieces in one batch row
+    bounds: Tensor | None = None  # packed: (count + 1,)
+    first: Tensor | None = None  # packed segments: (S + 1,) first piece of each sequence
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    segmented: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, the last state, and the first states of segments (None in one pass).
+
+    Shapes as in `interface.lightning_attention`; `segmented` overrides the choice by shape.
+    """
+    B, T, H, Dk = q.shape
+    S = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if segmented is None:
+        segmented = needs_segments(q, v, S)
+    pieces = cut(B, T, cu_seqlens, segmented)
+    if not segmented:
+        out, last = sweep(q, k, v, log_decay, pieces, state=state, want_last=True)
+        return out, last, None
+    _, gain = sweep(None, k, v, log_decay, pieces, want_last=True)
+    starts, last = scan(gain, log_decay, pieces, T, S, state=state)
+    out, _ = sweep(q, k, v, log_decay, pieces, state=starts)
+    return out, last, starts
+
+
+def needs_segments(q: Tensor, v: Tensor, S: int) -> bool:
+    """Whether one program for each sequence, head and column tile leaves the GPU idle; by shape alone."""
+    _, T, H, Dk = q.shape
+    columns = triton.cdiv(v.shape[3], tile_for(q.dtype, Dk, v.shape[3]).BV)
+    return T > SEGMENT and 0 < S * H * columns < ENOUGH
+
+
+def cut(B: int, T: int, cu_seqlens: Tensor | None, segmented: bool) -> Pieces:
+    """Pieces of a dense or packed call, without reading a value back from the GPU."""
+    if cu_seqlens is None:
+        per_row = max(1, triton.cdiv(T, SEGMENT)) if segmented else 1
+        return Pieces(count=B * per_row, length=SEGMENT if segmented else T, per_row=per_row)
+    S = len(cu_seqlens) - 1
+    if not segmented:
+        return Pieces(count=S, length=0, per_row=1, bounds=cu_seqlens)
+    bounds = cu_seqlens.to(torch.int64)
+    first = torch.nn.functional.pad(((bounds.diff() + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))  # (S + 1,)
+    count = T // SEGMENT + S  # no packing has more; pieces that are left over are empty
+    piece = torch.arange(count + 1, device=bounds.device)
+    owner = (torch.searchsorted(first, piece, right=True) - 1).clamp(max=S - 1)
+    start = bounds[owner] + (piece - first[owner]) * SEGMENT
+    return Pieces(count, SEGMENT, 1, bounds=torch.minimum(start, bounds[owner + 1]), first=first)
+
+
+def sweep(
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    pieces: Pieces,
+    *,
+    state: Tensor | None = None,
+    want_last: bool = False,
+    reverse: bool = False,
+    transposed: bool = False,
+    tile: Tile | None = None,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Rows (B, T, H, Dv), unless q is None, and with `want_last` the state after every piece.
+
+    `state` holds a matrix (Dk, Dv) for every piece and head, (Dv, Dk) if `transposed`.
+    """
+    q, k, v = (None if x is None else mappable(x) for x in (q, k, v))
+    B, T, H, Dk = k.shape
+    Dv = v.shape[3]
+    tile = tile or tile_for(k.dtype, Dk, Dv)
+    out = None if q is None else torch.empty(B, T, H, Dv, dtype=v.dtype, device=v.device)
+    last = torch.empty(pieces.count, H, Dk, Dv, device=v.device) if want_last else None
+    programs = pieces.count * H * triton.cdiv(Dv, tile.BV)
+    if programs:
+        launch(
+            sweep_kernel,
+            (programs,),
+            q_ptr=q,
+            k_ptr=k,
+            v_ptr=v,
+            out_ptr=out,
+            log_decay_ptr=log_decay,
+            state_ptr=state,
+            last_ptr=last,
+            bounds_ptr=pieces.bounds,
+            T=T,
+            H=H,
+            Dk=Dk,
+            Dv=Dv,
+            length=pieces.length,
+            per_row=pieces.per_row,
+            q_strides=(0, 0, 0) if q is None else q.stride()[:3],
+            k_strides=k.stride()[:3],
+            v_strides=v.stride()[:3],
+            out_strides=(0, 0, 0) if out is None else out.stride()[:3],
+            C=tile.C,
+            BK=padded(Dk),
+            BV=tile.BV,
+            REVERSE=reverse,
+            TRANSPOSED=transposed,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )
+    if out is not None and pieces.bounds is not None:
+        clear_tail(out, pieces.bounds)
+    return out, last
+
+
+def scan(
+    gain: Tensor,
+    log_decay: Tensor,
+    pieces: Pieces,
+    T: int,
+    S: int,
+    *,
+    state: Tensor | None,
+    reverse: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """First states of the pieces, from what each adds, and the last state of each sequence."""
+    _, H, Dk, Dv = gain.shape
+    starts = torch.empty_like(gain)
+    last = torch.empty(S, H, Dk, Dv, device=gain.device)
+    launch(
+        scan_kernel,
+        (S * H * triton.cdiv(Dk * Dv, 512),),
+        gain_ptr=gain,
+        starts_ptr=starts,
+        log_decay_ptr=log_decay,
+        state_ptr=state,
+        last_ptr=last,
+        bounds_ptr=pieces.bounds,
+        first_ptr=pieces.first,
+        T=T,
+        H=H,
+        size=Dk * Dv,
+        length=pieces.length,
+        per_row=pieces.per_row,
+        BLOCK=512,
+        REVERSE=reverse,
+        num_warps=4,
+    )
+    return starts, last
+
+
+def clear_tail(out: Tensor, bounds: Tensor) -> None:
+    """Zero the rows that no sequence holds."""
+    _, T, H, D = out.shape
+    launch(
+        clear_tail_kernel,
+        (triton.cdiv(T, 64),),
+        out_ptr=out,
+        bounds_ptr=bounds,
+        pieces=len(bounds) - 1,
+        T=T,
+        row=H * D,
+        ROWS=64,
+        COLUMNS=256,
+        num_warps=4,
+    )
+
+
+def mappable(x: Tensor) -> Tensor:
+    """x itself where a tensor descriptor can address it, else a copy: 16-byte rows, adjacent columns."""
+    aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
+    if x.stride(3) == 1 and aligned and x.stride(1) >= x.shape[3] and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: object) -> None:
+    """Launch on the tensors' device, with memory for descriptors; no global setting of Triton changes."""
+    tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
+
+    def run() -> None:
+        triton.set_allocator(lambda size, _alignment, _stream: tensor.new_empty(size, dtype=torch.int8))
+        kernel[grid](**arguments)
+
+    with torch.cuda.device_of(tensor):
+        copy_context().run(run)
+
+
+@triton.jit
+def sweep_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    log_decay_ptr,
+    state_ptr,
+    last_ptr,
+    bounds_ptr,
+    T,
+    H,
+    Dk,
+    Dv,
+    length,
+    per_row,
+    q_strides,
+    k_strides,
+    v_strides,
+    out_strides,
+    C: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+):
+    """One piece, one head, BV columns of v: carry the state through the piece's blocks, write their rows."""
+    columns = tl.cdiv(Dv, BV)
+    program = tl.program_id(0)
+    column = program % columns * BV
+    h = program // columns % H
+    piece = (program // columns // H).to(tl.int64)
+    b, start, rows = find_piece(bounds_ptr, piece, T, length, per_row)
+    rate = tl.load(log_decay_ptr + h).to(tl.float32) * 1.4426950408889634
+
+    # Descriptors end with the piece: rows past it are read as zeros and never written.
+    k_map = map_rows(k_ptr, k_strides, b, start, h, rows, Dk, C, BK)
+    v_map = map_rows(v_ptr, v_strides, b, start, h, rows, Dv, C, BV)
+    if out_ptr is not None:
+        q_map = map_rows(q_ptr, q_strides, b, start, h, rows, Dk, C, BK)
+        out_map = map_rows(out_ptr, out_strides, b, start, h, rows, Dv, C, BV)
+    matrix = (piece * H + h) * Dk * Dv
+    state = tl.zeros((BK, BV), tl.float32)
+    if state_ptr is not None:
+        if TRANSPOSED:
+            state = tl.trans(map_matrix(state_ptr + matrix, Dv, Dk, BV, BK).load([column, 0]))
+        else:
+            state = map_matrix(state_ptr + matrix, Dk, Dv, BK, BV).load([0, column])
+
+    blocks = tl.cdiv(rows, C)
+    for n in range(blocks):
+        first = (blocks - 1 - n if REVERSE else n) * C
+        held = tl.minimum(rows - first, C)
+        k = k_map.load([first, 0])
+        v = v_map.load([first, column])
+        if out_ptr is not None:
+            q = q_map.load([first, 0])
+            out = read_block(q, k, v, state, held, rate, REVERSE)
+            out_map.store([first, column], out.to(v.dtype))
+        state = fold_block(k, v, state, held, rate, REVERSE)
+    if last_ptr is not None:
+        map_matrix(last_ptr + matrix, Dk, Dv, BK, BV).store([0, column], state)
+
+
+@triton.jit
+def find_piece(bounds_ptr, piece, T, length, per_row):
+    """Batch row, first position and number of rows of a piece."""
+    if bounds_ptr is None:
+        b = piece // per_row
+        start = piece % per_row * length
+        end = tl.minimum(start + length, T)
+    else:
+        b = piece * 0
+        start = tl.load(bounds_ptr + piece).to(tl.int64)
+        end = tl.load(bounds_ptr + piece + 1).to(tl.int64)
+    return b, start, (end - start).to(tl.int32)
+
+
+@triton.jit
+def map_rows(ptr, strides, b, start, h, rows, D, C: tl.constexpr, BD: tl.constexpr):
+    """Descriptor of the rows of one piece and head, (rows, D) in tiles of (C, BD)."""
+    base = ptr + b * strides[0] + start * strides[1] + h.to(tl.int64) * strides[2]
+    return tl.make_tensor_descriptor(base, [rows, D], [strides[1], 1], [C, BD])
+
+
+@triton.jit
+def map_matrix(ptr, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
+    return tl.make_tensor_descriptor(ptr, [rows, columns], [columns, 1], [BR, BC])
+
+
+@triton.jit
+def scan_kernel(
+    gain_ptr,
+    starts_ptr,
+    log_decay_ptr,
+    state_ptr,
+    last_ptr,
+    bounds_ptr,
+    first_ptr,
+    T,
+    H,
+    size,
+    length,
+    per_row,
+    BLOCK: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """BLOCK entries of one sequence's state: walk over its pieces, keep the state before each."""
+    tiles = tl.cdiv(size, BLOCK)
+    program = tl.program_id(0)
+    entry = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    h = program // tiles % H
+    s = (program // tiles // H).to(tl.int64)
+    inside = entry < size
+    if first_ptr is None:
+        first = s * per_row
+        count = per_row
+    else:
+        first = tl.load(first_ptr + s)
+        count = (tl.load(first_ptr + s + 1) - first).to(tl.int32)
+    rate = tl.load(log_decay_ptr + h).to(tl.float32) * 1.4426950408889634
+    state = tl.zeros((BLOCK,), tl.float32)
+    if state_ptr is not None:
+        state = tl.load(state_ptr + (s * H + h) * size + entry, mask=inside, other=0.0)
+    for n in range(count):
+        piece = first + (count - 1 - n if REVERSE else n)
+        _, _, rows = find_piece(bounds_ptr, piece, T, length, per_row)
+        offset = (piece * H + h) * size + entry
+        gain = tl.load(gain_ptr + offset, mask=inside, other=0.0)
+        tl.store(starts_ptr + offset, state, mask=inside)
+        state = state * tl.exp2(rate * rows) + gain
+    tl.store(last_ptr + (s * H + h) * size + entry, state, mask=inside)
+
+
+@triton.jit
+def clear_tail_kernel(out_ptr, bounds_ptr, pieces, T, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    end = tl.load(bounds_ptr + pieces).to(tl.int64)
+    t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if tl.max(t, 0) >= end:
+        for first in range(0, row, COLUMNS):
+            column = first + tl.arange(0, COLUMNS)
+            inside = (t[:, None] >= end) & (t[:, None] < T) & (column[None, :] < row)
+            zeros = tl.zeros((ROWS, COLUMNS), out_ptr.dtype.element_ty)
+            tl.store(out_ptr + t[:, None] * row + column[None, :], zeros, mask=inside)

@@ -1,0 +1,93 @@
+"""The Triton backend as operators of torch.library: torch.compile and autograd see one opaque step."""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .triton_backward import backward
+from .triton_forward import SEGMENT, forward, needs_segments
+
+
+def lightning_triton(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Shapes and rules as in `interface.lightning_attention`; no state means zeros."""
+    Dk, Dv = q.shape[3], v.shape[3]
+    more_k, more_v = -Dk % 8, -Dv % 8  # descriptors want rows of 16 bytes
+    if more_k or more_v:
+        q, k, v = pad(q, (0, more_k)), pad(k, (0, more_k)), pad(v, (0, more_v))
+        state = None if state is None else pad(state, (0, more_v, 0, more_k))
+    out, last, _ = lightning(q, k, v, log_decay, state, cu_seqlens)
+    return out[..., :Dv], last[..., :Dk, :Dv]
+
+
+@torch.library.custom_op("minimax_kernels::lightning", mutates_args=())
+def lightning(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out, last state, and first states of segments for the backward (empty in one pass)."""
+    state = None if state is None else state.contiguous()
+    out, last, starts = forward(q, k, v, log_decay.contiguous(), state, _dense(cu_seqlens))
+    return out, last, last.new_empty(0) if starts is None else starts
+
+
+@lightning.register_fake
+def _(q, k, v, log_decay, state, cu_seqlens):
+    B, T, H, Dk = q.shape
+    Dv = v.shape[3]
+    S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    memory = {"dtype": torch.float32, "device": q.device}
+    starts = torch.empty(0, **memory)
+    if needs_segments(q, v, S):
+        count = B * -(-T // SEGMENT) if cu_seqlens is None else T // SEGMENT + S
+        starts = torch.empty(count, H, Dk, Dv, **memory)
+    return q.new_empty(B, T, H, Dv), torch.empty(S, H, Dk, Dv, **memory), starts
+
+
+@torch.library.custom_op("minimax_kernels::lightning_backward", mutates_args=())
+def lightning_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    starts: Tensor,
+    cu_seqlens: Tensor | None,
+    dout: Tensor,
+    dlast: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dq, dk, dv and dstate, which is empty where there was no state."""
+    state, dlast = (None if x is None else x.contiguous() for x in (state, dlast))
+    segments = starts if starts.numel() else None
+    dq, dk, dv, dstate = backward(
+        q, k, v, log_decay.contiguous(), state, segments, _dense(cu_seqlens), dout, dlast
+    )
+    return dq, dk, dv, starts.new_empty(0) if state is None or dstate is None else dstate
+
+
+@lightning_backward.register_fake
+def _(q, k, v, log_decay, state, starts, cu_seqlens, dout, dlast):
+    dstate = torch.empty(0 if state is None else state.shape, dtype=torch.float32, device=q.device)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dstate
+
+
+def _save(ctx, inputs, output):
+    q, k, v, log_decay, state, cu_seqlens = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k, v, log_decay, state, output[2], cu_seqlens)
+    ctx.mark_non_differentiable(output[2])
+
+
+def _differentiate(ctx, dout, dlast, _):
+    q, k, v, log_decay, state, starts, cu_seqlens = ctx.saved_tensors
+    if dout is None:
+        dout = torch.zeros_like(v)
+    dq, dk, dv, dstate = lightning_backward(q, k, v, log_decay, state, starts, cu_seqlens, dout, dlast)
+    return dq, dk, dv, None, None if state is None else dstate, None
+
+
+lightning.register_autograd(_differentiate, setup_context=_save)
+
+
+def _dense(cu_seqlens: Tensor | None) -> Tensor | None:
+    return None if cu_seqlens is None else cu_seqlens.contiguous()
