@@ -7,7 +7,8 @@ a padding token that the policy drew counts, one that fills a row does not.
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,18 @@ def collate(responses: list[Response], *, pad_token: int, device: torch.device |
         response_mask[i, first:end] = True
         old_log_probs[i, first:end] = torch.tensor(r.log_probs)
     routed = _routing(responses, T)
-    tensors = (input_ids, attention_mask, response_mask, old_log_probs)
     return Batch(
-        *(tensor.to(device) for tensor in tensors),
+        input_ids.to(device),
+        attention_mask.to(device),
+        response_mask.to(device),
+        old_log_probs.to(device),
         temperature=temperatures.pop(),
         routed_experts=None if routed is None else routed.to(device),
     )
 
 
 def batch_log_probs(
-    model: nn.Module, batch: Batch, *, temperature: float, replay_routing: bool = False
+    model: PreTrainedModel, batch: Batch, *, temperature: float, replay_routing: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (B, T) of a batch's tokens under the model as it is now, with a graph.
 
@@ -106,10 +109,10 @@ def batch_log_probs(
 def _routing(responses: list[Response], T: int) -> Tensor | None:
     """(B, T, L, A); positions that the rollout never ran, whose output nobody scores, get the first A
     experts."""
-    recorded = [r.routing for r in responses]
-    if all(routing is None for routing in recorded):
+    recorded = [r.routing for r in responses if r.routing is not None]
+    if not recorded:
         return None
-    if any(routing is None for routing in recorded):
+    if len(recorded) < len(responses):
         raise ValueError("some responses were drawn with record_routing and some without; replay needs all")
     _, L, A = recorded[0].shape
     routed = torch.arange(A, dtype=torch.int16).expand(len(responses), T, L, A).clone()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
+from transformers import PreTrainedModel
 
 KEPT = 2
 
@@ -20,7 +20,7 @@ def save_checkpoint(
     folder: Path,
     number: int,
     *,
-    model: nn.Module,
+    model: PreTrainedModel,
     tokenizer: Any,
     optimizer: Optimizer,
     state: dict[str, Any],
@@ -50,7 +50,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return whole[-1] if whole else None
 
 
-def load_checkpoint(place: Path, *, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def load_checkpoint(place: Path, *, model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Any]:
     """Put weights and optimiser state back, bit for bit, and return the trainer's state."""
     device = next(model.parameters()).device
     saved = type(model).from_pretrained(place, dtype=torch.float32)

@@ -53,7 +53,8 @@ def grade(
     Raises:
         ValueError: rewards that are not finite, by row.
     """
-    rewards, errors = [], []
+    rewards: list[float] = []
+    errors: list[str | None] = []
     for response, text in zip(responses, texts, strict=True):
         try:
             rewards.append(float(problems[response.group].reward(text, format_reward=format_reward)))

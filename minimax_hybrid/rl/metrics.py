@@ -17,7 +17,7 @@ def batch_metrics(drawn: Graded) -> dict[str, float]:
     """Reward, lengths, reasons to end, perplexity of the generations, and whether length buys reward."""
     lengths = lengths_of(drawn.responses)
     counts = Counter(response.finish for response in drawn.responses)
-    values = {
+    values: dict[str, float] = {
         "responses": len(lengths),
         "verifier_failures": drawn.failures,
         **{f"finish_{reason}": counts[reason] for reason in ("end", "length", "repetition")},

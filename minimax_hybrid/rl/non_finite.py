@@ -6,7 +6,8 @@ which overflows float32 within a few layers while the loss looks healthy.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from .batches import Response, batch_log_probs, collate
 
@@ -15,7 +16,9 @@ class NonFiniteError(FloatingPointError):
     """A loss or gradient that is not finite. The step was not made."""
 
 
-def describe(model: nn.Module, responses: list[Response], *, pad_token: int, replay_routing: bool) -> str:
+def describe(
+    model: PreTrainedModel, responses: list[Response], *, pad_token: int, replay_routing: bool
+) -> str:
     """Parameters whose gradient is not finite, then the first token of a response that alone makes one so."""
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     bad = [name for name, p in parameters.items() if p.grad is not None and not p.grad.isfinite().all()]

@@ -8,7 +8,8 @@ the response ended, and, on request, which experts every position went to.
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..compat import CACHE_NAME
 from ..generation import RepetitionStop
@@ -54,7 +55,7 @@ class Sampling:
 
 @torch.no_grad()
 def sample(
-    model: nn.Module,
+    model: PreTrainedModel,
     prompts: list[list[int]],
     sampling: Sampling,
     *,
@@ -119,7 +120,7 @@ class _Recorded:
 
 
 def _decode(
-    model: nn.Module, rows: list[list[int]], sampling: Sampling, generator: torch.Generator | None
+    model: PreTrainedModel, rows: list[list[int]], sampling: Sampling, generator: torch.Generator | None
 ) -> _Recorded:
     device = next(model.parameters()).device
     B, P = len(rows), max(map(len, rows))

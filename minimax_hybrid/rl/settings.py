@@ -1,13 +1,19 @@
 """The settings of a training run, and the small TOML file that holds them."""
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective
 
-OBJECTIVES = {"cispo": CISPO, "dapo": DAPO, "grpo": GRPO, "reinforce": REINFORCE}
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "cispo": CISPO,
+    "dapo": DAPO,
+    "grpo": GRPO,
+    "reinforce": REINFORCE,
+}
 
 
 @dataclass(frozen=True)

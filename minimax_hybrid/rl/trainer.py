@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
@@ -69,7 +69,7 @@ def find_task(name: str) -> Task:
 class Trainer:
     """Holds what the loop needs: model, tokenizer, task, settings, optimiser, window, logs."""
 
-    def __init__(self, model: nn.Module, tokenizer: Any, task: Task, settings: Settings):
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, task: Task, settings: Settings):
         narrow = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32}
         if narrow:
             raise ValueError(
@@ -93,19 +93,18 @@ class Trainer:
         settings = self.settings
         self.resume()
         self.logs = Logs(self.folder, first=self.done, tensorboard=settings.tensorboard)
-        place = newest_checkpoint(self.checkpoints)
         bar = tqdm(initial=self.done, total=settings.batches, desc="batches", disable=None)
         while self.done < settings.batches:
             if self.done % settings.evaluate_every == 0:
                 self.evaluate()
             bar.set_postfix_str(f"reward {self.one_batch():.3f}")
             bar.update()
-            if self.done % settings.save_every == 0 or self.done == settings.batches:
-                place = self.save()
+            if self.done % settings.save_every == 0:
+                self.save()
         self.evaluate()
         bar.close()
         self.logs.close()
-        return place
+        return self.save()
 
     def one_batch(self) -> float:
         """Sample, grade, update, log; returns the mean reward."""
@@ -131,7 +130,7 @@ class Trainer:
         seeds = torch.randint(2**62, (2,), generator=choices).tolist()
         problems_from = random.Random(seeds[0])
         generator = torch.Generator(self.device).manual_seed(seeds[1])
-        drawn = None
+        drawn = Graded([], torch.zeros(0), torch.zeros(0, dtype=torch.long))
         for _ in range(1 + (settings.dynamic_sampling or 0)):
             problems = draw(self.task, problems_from, difficulty=settings.difficulty, count=settings.prompts)
             responses = sample(
@@ -141,8 +140,7 @@ class Trainer:
                 copies=settings.responses,
                 generator=generator,
             )
-            graded = self.grade(problems, responses)
-            drawn = graded if drawn is None else drawn + graded
+            drawn = drawn + self.grade(problems, responses)
             if settings.dynamic_sampling is None:
                 break
             useful = informative(drawn.rewards, drawn.group_ids)
