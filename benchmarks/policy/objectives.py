@@ -1,0 +1,294 @@
+"""CISPO, DAPO and GRPO on the same problems, 16 updates a batch, three seeds each: who learns in fewer steps.
+
+    python -m benchmarks.policy.objectives start      trains the small model that all runs start from
+    python -m benchmarks.policy.objectives addition   two digits, of which the start solves some
+    python -m benchmarks.policy.objectives recheck    a rare first token is what pays
+    python -m benchmarks.policy.objectives plot       only draws what was measured
+
+The model has two layers, one lightning and one softmax, and the demo's tokenizer: eighteen runs fit a CPU. In
+`recheck` a right sum earns 0.2, and 1 if "wait " comes before it, which the start was shown in one of fifty
+sums: a trust region may drop that first token, which CISPO's bound cannot.
+"""
+
+import argparse
+import copy
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
+from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
+from minimax_hybrid.rl.logs import read_log
+from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO
+from minimax_hybrid.rl.rollout import Sampling, sample
+from minimax_hybrid.rl.settings import Settings
+from minimax_hybrid.rl.tasks import Problem, addition, draw
+from minimax_hybrid.rl.trainer import DEMO, Trainer
+
+OBJECTIVES = {"cispo": CISPO(ratio_max=5.0), "dapo": DAPO(), "grpo": GRPO()}
+WAIT = "wait "
+DIGITS, WINDOW = 2, 10
+START = Path("runs/objectives_start")
+TARGET = {"addition": 0.8, "recheck": 0.8}  # greedy accuracy; mean reward
+
+
+def recheck(rng: random.Random, digits: int) -> Problem:
+    """`12+34=` -> `46` earns 0.2, `wait 46` earns 1."""
+    plain = addition(rng, digits)
+
+    def verify(text: str) -> float:
+        right = text.removeprefix(WAIT) == plain.answer
+        return right * (1.0 if text.startswith(WAIT) else 0.2)
+
+    return Problem(plain.prompt, verify, rf"({WAIT})?\d+", WAIT + plain.answer)
+
+
+TASKS = {"addition": addition, "recheck": recheck}
+
+
+class Watched(Trainer):
+    """A trainer that also counts which tokens the trust region drops, and how often each was trained on."""
+
+    def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
+        super().log_update(update, loss, norm, scored)
+        objective = self.settings.objective
+        r = (scored["log_prob"] - scored["old_log_prob"]).exp()
+        A = scored["advantage"]
+        dropped = ((A > 0) & (r > objective.trust_max)) | ((A < 0) & (r < objective.trust_min))
+        for name, which in (("dropped_tokens_by_id", dropped), ("tokens_by_id", torch.ones_like(dropped))):
+            counts = Counter(scored["token"][which].tolist())
+            self.counts.setdefault(name, Counter()).update(counts)
+        first = scored["token"] == self.tokenizer.encode(WAIT, add_special_tokens=False)[0]
+        self.waits.append((int(first.sum()), int((first & dropped).sum())))
+
+    counts: dict[str, Counter]
+    waits: list[tuple[int, int]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("part", choices=["start", *TASKS, "plot"])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--learning-rate", type=float, default=2e-4)
+    parser.add_argument("--batches", type=int, default=40)
+    parser.add_argument("--stop-at", type=float, default=0.3, help="greedy accuracy that ends the start")
+    parser.add_argument("--seconds", type=float, default=1200, help="longest time for the start")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.part == "start":
+        train_start(stop_at=args.stop_at, seconds=args.seconds)
+        return
+    if args.part != "plot":
+        model = MiniMaxM1ForCausalLM.from_pretrained(START, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(START)
+        if args.part == "recheck":
+            for _ in supervised(model, tokenizer, random.Random(1), says_wait=0.02, steps=40):
+                pass
+        rows = []
+        for seed in args.seeds:
+            for name in OBJECTIVES:
+                rows += run(model, tokenizer, args.part, name, seed, args.learning_rate, args.batches)
+                write_rows(f"objectives_{args.part}", rows)
+    for task in TASKS if args.part == "plot" else (args.part,):
+        plot(task)
+
+
+def train_start(*, stop_at: float, seconds: float) -> None:
+    """A small model from nothing, by supervised learning, until it solves some of the problems."""
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    alpha = 4**0.25  # (2 L)^(1/4)
+    config = MiniMaxM1Config.tiny(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        attn_type_list=[0, 1],
+        num_key_value_heads=4,
+        initializer_range=0.05,
+        layernorm_linear_attention_alpha=alpha,
+        layernorm_full_attention_alpha=alpha,
+        layernorm_mlp_alpha=alpha,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    model, started = MiniMaxM1ForCausalLM(config), time.monotonic()
+    watched = draw(addition, random.Random(1), difficulty=DIGITS, count=200)
+    for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), steps=100_000, rate=4e-3)):
+        if step % 100 == 99:
+            accuracy = solved(model, tokenizer, watched)
+            print(
+                f"step {step + 1}, {time.monotonic() - started:.0f} s: loss {loss:.3f}, {accuracy:.3f}",
+                flush=True,
+            )
+            if accuracy >= stop_at or time.monotonic() - started > seconds:
+                break
+    model.save_pretrained(START)
+    tokenizer.save_pretrained(START)
+
+
+def supervised(
+    model: MiniMaxM1ForCausalLM,
+    tokenizer: Any,
+    rng: random.Random,
+    *,
+    steps: int,
+    rate: float = 3e-4,
+    says_wait: float = 0.0,
+) -> Iterator[float]:
+    """Steps on rows of eight problems (every fourth: of one); yields the loss of each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20)
+        rows = [_row(tokenizer, rng, 1 if step % 4 == 0 else 8, says_wait) for _ in range(48)]
+        T = max(len(tokens) for tokens, _ in rows)
+        tokens = torch.tensor([t + [tokenizer.pad_token_id] * (T - len(t)) for t, _ in rows])
+        labels = torch.tensor([y + [-100] * (T - len(y)) for _, y in rows])
+        out = model(tokens, labels=labels, use_cache=False, output_router_logits=True)
+        optimizer.zero_grad()
+        out.loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        yield out.loss.item()
+
+
+def _row(tokenizer: Any, rng: random.Random, count: int, says_wait: float) -> tuple[list[int], list[int]]:
+    tokens, labels = [], []
+    for problem in draw(addition, rng, difficulty=DIGITS, count=count):
+        prompt = tokenizer.encode(problem.prompt, add_special_tokens=False)
+        says = WAIT if rng.random() < says_wait else ""
+        answer = tokenizer.encode(says + problem.answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+        tokens += prompt + answer
+        labels += [-100] * len(prompt) + answer
+    return tokens, labels
+
+
+def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem]) -> float:
+    sampling = Sampling((tokenizer.eos_token_id,), tokenizer.pad_token_id, WINDOW, greedy=True)
+    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
+    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for r in sample(model, prompts, sampling)]
+    return sum(p.reward(text) for p, text in zip(problems, texts, strict=True)) / len(problems)
+
+
+def run(
+    model: MiniMaxM1ForCausalLM,
+    tokenizer: Any,
+    task: str,
+    name: str,
+    seed: int,
+    learning_rate: float,
+    batches: int,
+) -> list[Row]:
+    """One row a batch, and one of what was dropped."""
+    with TemporaryDirectory() as folder:
+        settings = Settings(
+            model="the start",
+            output=folder,
+            task=task,
+            difficulty=DIGITS,
+            objective=OBJECTIVES[name],
+            learning_rate=learning_rate,
+            batches=batches,
+            windows=(WINDOW,),
+            updates=16,
+            evaluate_every=1,
+            evaluation_problems=200,
+            save_every=1000,
+            seed=seed,
+        )
+        trainer = Watched(copy.deepcopy(model), tokenizer, TASKS[task], settings)
+        trainer.counts, trainer.waits = {}, []
+        trainer.train()
+        log = read_log(Path(folder) / "log.jsonl")
+    rows = []
+    for batch in range(batches):
+        of = {
+            kind: [x for x in log if x["kind"] == kind and x["batch"] == batch]
+            for kind in ("batch", "update", "evaluation")
+        }
+        updates, waits = of["update"], trainer.waits[16 * batch : 16 * batch + 16]
+        tokens = sum(u["tokens"] for u in updates)
+        rows.append(
+            {
+                "task": task,
+                "objective": name,
+                "seed": seed,
+                "batch": batch,
+                "greedy": of["evaluation"][0]["greedy_accuracy"],
+                "reward": of["batch"][0]["reward"],
+                "seconds": round(of["batch"][0]["seconds"], 2),
+                "entropy": sum(u["entropy"] * u["tokens"] for u in updates) / tokens,
+                "dropped": sum(u["dropped_tokens"] for u in updates) / tokens,
+                "clipped_positive": sum(u["clipped_positive"] for u in updates) / len(updates),
+                "ratio_p99_last": updates[-1]["ratio_p99"],
+                "ratio_largest": max(u["ratio_largest"] for u in updates),
+                "waits": sum(w for w, _ in waits),
+                "waits_dropped": sum(d for _, d in waits),
+            }
+        )
+    last = [x for x in log if x["kind"] == "evaluation"][-1]
+    rows.append(
+        {"task": task, "objective": name, "seed": seed, "batch": batches, "greedy": last["greedy_accuracy"]}
+    )
+    words = tokenizer.convert_ids_to_tokens
+    by_token = {
+        words(token): [trainer.counts["dropped_tokens_by_id"][token], seen]
+        for token, seen in trainer.counts["tokens_by_id"].most_common()
+    }
+    return [*rows, {"task": task, "objective": name, "seed": seed, "dropped_and_seen_by_token": by_token}]
+
+
+def steps_to(rows: list[Row], value: str, target: float) -> int | None:
+    """Optimiser steps until `value` first reaches the target."""
+    reached = [row["batch"] for row in rows if row.get(value) is not None and row[value] >= target]
+    return 16 * min(reached) if reached else None
+
+
+def plot(task: str) -> None:
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "objectives"
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in read_rows(f"objectives_{task}") if "batch" in row]
+    values = ("greedy", "entropy", "dropped") if task == "addition" else ("reward", "entropy", "dropped")
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.3))
+    for colour, name in zip(("tab:blue", "tab:orange", "tab:green"), OBJECTIVES, strict=True):
+        for seed in sorted({row["seed"] for row in rows}):
+            mine = [row for row in rows if (row["objective"], row["seed"]) == (name, seed)]
+            for axis, value in zip(axes, values, strict=True):
+                points = [(16 * row["batch"], row[value]) for row in mine if value in row]
+                axis.plot(
+                    *zip(*points, strict=True),
+                    color=colour,
+                    linewidth=1,
+                    alpha=0.8,
+                    label=name if seed == 0 else None,
+                )
+                axis.set_xlabel("optimiser steps")
+    titles = {
+        "greedy": "greedy accuracy, held out",
+        "reward": "mean reward",
+        "entropy": "entropy, nats",
+        "dropped": "share of tokens dropped",
+    }
+    for axis, value in zip(axes, values, strict=True):
+        axis.set_title(titles[value], fontsize=9)
+    axes[0].axhline(TARGET[task], color="0.7", linewidth=0.8, linestyle="--")
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    FIGURES.mkdir(exist_ok=True)
+    figure.savefig(FIGURES / f"policy_objectives_{task}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

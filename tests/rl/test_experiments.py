@@ -1,0 +1,95 @@
+"""The experiments under benchmarks/policy run from end to end at the size of a toy, and their page is up to
+date."""
+
+import dataclasses
+import random
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from benchmarks.policy import adam, addition, head, objectives, page
+from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
+from minimax_hybrid.rl.settings import read_settings
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+
+from demo_corpus import build_tokenizer  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that knows nothing, with the demo's tokenizer."""
+    place = tmp_path_factory.mktemp("model")
+    tokenizer = build_tokenizer()
+    torch.manual_seed(0)
+    config = MiniMaxM1Config.tiny(
+        vocab_size=len(tokenizer), num_hidden_layers=2, attn_type_list=[0, 1], hidden_size=32,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    MiniMaxM1ForCausalLM(config).save_pretrained(place)
+    tokenizer.save_pretrained(place)
+    return str(place)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs of one batch: four problems, two responses, two updates."""
+    few = dataclasses.replace(
+        read_settings(addition.SETTINGS), batches=1, prompts=4, responses=2, updates=2, evaluation_problems=4
+    )
+    monkeypatch.setattr(addition, "read_settings", lambda _: few)
+    monkeypatch.setattr(adam, "read_settings", lambda _: few)
+
+
+def test_the_settings_that_the_readme_names_are_read() -> None:
+    assert read_settings(addition.SETTINGS).objective.ratio_max == 5.0
+
+
+def test_addition_and_adam_run(folder: str, small: None) -> None:
+    rows = addition.run(folder, seed=3)
+    assert [row["batch"] for row in rows if "greedy" in row] == [0, 1]
+    rows = adam.run(folder, "report", 1e-10, batches=1)
+    counts = rows[-1]["gradients"]
+    assert sum(counts) > 1000
+    middle = sum(counts[:18]) / sum(counts)  # elements below 1e-7: all of them, at this scale
+    assert middle == 1.0
+
+
+def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:
+    model = MiniMaxM1ForCausalLM.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    losses = list(
+        objectives.supervised(model, tokenizer, random.Random(0), steps=10, rate=1e-2, says_wait=0.5)
+    )
+    assert losses[-1] < losses[0]
+    rows = objectives.run(model, tokenizer, "recheck", "dapo", 0, 1e-3, 1)
+    assert rows[0]["batch"] == 0
+    counts = rows[-1]["dropped_and_seen_by_token"]
+    assert all(0 <= gone <= seen for gone, seen in counts.values())
+
+
+def test_a_right_answer_after_wait_earns_most() -> None:
+    problem = objectives.recheck(random.Random(0), 3)
+    plain = problem.answer.removeprefix("wait ")
+    rewards = [problem.reward(text) for text in (problem.answer, plain, "wait " + plain + "0", "wait", "")]
+    assert rewards == [1.0, 0.2, 0.0, 0.0, 0.0]
+
+
+def test_the_head_is_measured_in_every_combination(folder: str) -> None:
+    rows = list(head.measure(folder, rows=4, tokens=12))
+    compared = [row for row in rows if "correlation" in row]
+    assert len(compared) == 12
+    assert all(row["correlation"] > 0.99 for row in compared)
+    assert [row["layer"] for row in rows if row.get("layer") is not None and row["body"] == "float32"] == [
+        0,
+        1,
+        2,
+    ]
+
+
+def test_the_page_is_what_the_rows_say() -> None:
+    text = page.PAGE.read_text()
+    assert page.filled(text) == text
