@@ -214,7 +214,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: objec
         copy_context().run(run)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "length", "per_row"])
 def sweep_kernel(
     q_ptr,
     k_ptr,
@@ -296,6 +296,7 @@ def find_piece(bounds_ptr, piece, T, length, per_row):
 def map_rows(ptr, strides, b, start, h, rows, D, C: tl.constexpr, BD: tl.constexpr):
     """Descriptor of the rows of one piece and head, (rows, D) in tiles of (C, BD)."""
     base = ptr + b * strides[0] + start * strides[1] + h.to(tl.int64) * strides[2]
+    rows = tl.maximum(rows, 1)  # an empty piece reads nothing, but a descriptor of nothing is not allowed
     return tl.make_tensor_descriptor(base, [rows, D], [strides[1], 1], [C, BD])
 
 
@@ -304,7 +305,7 @@ def map_matrix(ptr, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
     return tl.make_tensor_descriptor(ptr, [rows, columns], [columns, 1], [BR, BC])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H", "length", "per_row"])
 def scan_kernel(
     gain_ptr,
     starts_ptr,
@@ -348,7 +349,7 @@ def scan_kernel(
     tl.store(last_ptr + (s * H + h) * size + entry, state, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces", "T"])
 def clear_tail_kernel(out_ptr, bounds_ptr, pieces, T, row, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     end = tl.load(bounds_ptr + pieces).to(tl.int64)
     t = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
