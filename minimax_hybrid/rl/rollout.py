@@ -69,67 +69,33 @@ def sample(
         ValueError: an empty prompt.
         FloatingPointError: logits that are not finite, with prompt and step.
     """
-    rows = [prompt for prompt in prompts for _ in range(copies)]
-    if not rows:
+    if not prompts:
         return []
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"prompts {empty[:10]} are empty: the first token needs one before it")
     training = model.training
     model.eval()
     try:
-        recorded = _decode(model, rows, sampling, generator)
+        recorder = _decode(model, prompts, copies, sampling, generator)
     finally:
         model.train(training)
-    return [_response(i, rows[i], i // copies, sampling, recorded) for i in range(len(rows))]
-
-
-class _Endings:
-    """Which rows still run, and when and why the others ended."""
-
-    def __init__(self, rows: int, sampling: Sampling, device: torch.device):
-        self.running = torch.ones(rows, dtype=torch.bool, device=device)
-        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
-        self.reasons = ["length"] * rows
-        self._end_tokens = torch.tensor(sampling.end_tokens, device=device)
-        self._stop = None
-        if sampling.repetition_run is not None:
-            self._stop = RepetitionStop(run=sampling.repetition_run, threshold=sampling.repetition_threshold)
-
-    def note(self, token: Tensor, logits: Tensor) -> None:
-        ended = self.running & torch.isin(token, self._end_tokens)
-        repeated = torch.zeros_like(ended)
-        if self._stop is not None:
-            probability = logits.softmax(-1).gather(-1, token[:, None])[:, 0]
-            repeated = self._stop.count(probability * self.running) & self.running & ~ended
-        self.lengths += self.running
-        for reason, which in (("end", ended), ("repetition", repeated)):
-            for i in which.nonzero().flatten().tolist():
-                self.reasons[i] = reason
-        self.running = self.running & ~ended & ~repeated
-
-
-@dataclass(frozen=True)
-class _Recorded:
-    """What the loop keeps of all rows: a column for each step."""
-
-    tokens: Tensor  # (B, steps)
-    log_probs: Tensor  # (B, steps)
-    routing: Tensor | None  # (B, P + steps - 1, L, A)
-    endings: _Endings
-    padding: list[int]  # columns on the left of each prompt
+    return recorder.responses(prompts, copies)
 
 
 def _decode(
-    model: PreTrainedModel, rows: list[list[int]], sampling: Sampling, generator: torch.Generator | None
-) -> _Recorded:
+    model: PreTrainedModel,
+    prompts: list[list[int]],
+    copies: int,
+    sampling: Sampling,
+    generator: torch.Generator | None,
+) -> "_Recorder":
     device = next(model.parameters()).device
-    B, P = len(rows), max(map(len, rows))
-    padding = [P - len(prompt) for prompt in rows]
-    filled = [[sampling.pad_token] * pad + prompt for pad, prompt in zip(padding, rows, strict=True)]
-    step_ids = torch.tensor(filled, device=device)  # (B, P), then (B, 1)
+    P = max(map(len, prompts))
+    padding = [P - len(prompt) for prompt in prompts]
+    filled = [[sampling.pad_token] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
+    step_ids = torch.tensor(filled, device=device)  # (prompts, P), then (rows at work, 1)
     mask = torch.tensor([[0] * pad + [1] * (P - pad) for pad in padding], device=device)
-    endings = _Endings(B, sampling, device)
-    tokens, log_probs, routing = [], [], []
+    recorder = _Recorder(len(prompts) * copies, sampling, device)
     cache = None
     for step in range(sampling.max_new_tokens):
         out = model(
@@ -140,42 +106,86 @@ def _decode(
             logits_to_keep=1,
             output_router_logits=sampling.record_routing,
         )
-        cache = out[CACHE_NAME]
-        if sampling.record_routing:
-            routing.append(_chosen_experts(out.router_logits, B, model.config.num_experts_per_tok))
-        logits = out.logits[:, -1].float()
+        cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
         _check_logits(logits, step)
-        token = _choose(logits, sampling, generator)  # (B,)
-        at_temperature = (logits / sampling.temperature).log_softmax(-1)
-        log_probs.append(at_temperature.gather(-1, token[:, None])[:, 0])
-        # A finished row goes on with padding, and nobody looks at it again.
-        token = torch.where(endings.running, token, sampling.pad_token)
-        tokens.append(token)
-        endings.note(token, logits)
-        if not endings.running.any():
+        experts = _chosen_experts(out.router_logits, step_ids, model) if sampling.record_routing else None
+        if step == 0 and copies > 1:  # a prompt is computed once for all its responses
+            cache.batch_repeat_interleave(copies)
+            logits, mask = (x.repeat_interleave(copies, dim=0) for x in (logits, mask))
+            experts = None if experts is None else experts.repeat_interleave(copies, dim=0)
+        token = _choose(logits, sampling, generator)  # (rows at work,)
+        running = recorder.add(token, logits, experts)
+        if not running.any():
             break
+        if 2 * running.sum() <= len(running):  # half of the rows have ended: let the cache forget those
+            left = running.nonzero()[:, 0]
+            cache.batch_select_indices(left)
+            mask, token = mask[left], token[left]
+            recorder.at_work = recorder.at_work[left]
         step_ids, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    return _Recorded(
-        torch.stack(tokens, 1).cpu(),
-        torch.stack(log_probs, 1).cpu(),
-        torch.cat(routing, 1).cpu() if routing else None,
-        endings,
-        padding,
-    )
+    return recorder
 
 
-def _response(i: int, prompt: list[int], group: int, sampling: Sampling, recorded: _Recorded) -> Response:
-    length, pad = int(recorded.endings.lengths[i]), recorded.padding[i]
-    routing = recorded.routing
-    return Response(
-        prompt=list(prompt),
-        tokens=recorded.tokens[i, :length].tolist(),
-        log_probs=recorded.log_probs[i, :length].tolist(),
-        finish=recorded.endings.reasons[i],
-        temperature=sampling.temperature,
-        group=group,
-        routing=None if routing is None else routing[i, pad : pad + len(prompt) + length - 1],
-    )
+class _Recorder:
+    """What the loop keeps of all B rows, a column for each step, while only some of them are at work."""
+
+    def __init__(self, B: int, sampling: Sampling, device: torch.device):
+        self.sampling = sampling
+        self.at_work = torch.arange(B, device=device)  # the rows that the cache holds
+        self.running = torch.ones(B, dtype=torch.bool, device=device)  # those that have not ended
+        self.lengths = torch.zeros(B, dtype=torch.long, device=device)
+        self.reasons = ["length"] * B
+        self.tokens: list[Tensor] = []  # (B,) each
+        self.log_probs: list[Tensor] = []  # (B,) each
+        self.routing: list[Tensor] = []  # (B, positions, L, A) each
+        self._end_tokens = torch.tensor(sampling.end_tokens, device=device)
+        self._stop = None
+        if sampling.repetition_run is not None:
+            self._stop = RepetitionStop(run=sampling.repetition_run, threshold=sampling.repetition_threshold)
+
+    def add(self, token: Tensor, logits: Tensor, experts: Tensor | None) -> Tensor:
+        """Enter a step of the rows at work; returns which of them still run."""
+        log_probs = (logits / self.sampling.temperature).log_softmax(-1).gather(-1, token[:, None])[:, 0]
+        self.tokens.append(self._all_rows(token))
+        self.log_probs.append(self._all_rows(log_probs))
+        if experts is not None:
+            self.routing.append(self._all_rows(experts))
+        self.lengths += self.running
+        ended = self.running & torch.isin(self.tokens[-1], self._end_tokens)
+        repeated = torch.zeros_like(ended)
+        if self._stop is not None:
+            probability = self._all_rows(logits.softmax(-1).gather(-1, token[:, None])[:, 0])
+            repeated = self._stop.count(probability * self.running) & self.running & ~ended
+        for reason, which in (("end", ended), ("repetition", repeated)):
+            for i in which.nonzero().flatten().tolist():
+                self.reasons[i] = reason
+        self.running = self.running & ~ended & ~repeated
+        return self.running[self.at_work]
+
+    def responses(self, prompts: list[list[int]], copies: int) -> list[Response]:
+        tokens, log_probs = (torch.stack(x, 1).tolist() for x in (self.tokens, self.log_probs))
+        routing = torch.cat(self.routing, 1).cpu() if self.routing else None
+        P, found = max(map(len, prompts)), []
+        for i, length in enumerate(self.lengths.tolist()):
+            prompt = prompts[i // copies]
+            ran = slice(P - len(prompt), P + length - 1)
+            found.append(
+                Response(
+                    prompt=list(prompt),
+                    tokens=tokens[i][:length],
+                    log_probs=log_probs[i][:length],
+                    finish=self.reasons[i],
+                    temperature=self.sampling.temperature,
+                    group=i // copies,
+                    routing=None if routing is None else routing[i, ran],
+                )
+            )
+        return found
+
+    def _all_rows(self, values: Tensor) -> Tensor:
+        """(B, ...) from (rows at work, ...), zeros elsewhere."""
+        full = values.new_zeros((len(self.running), *values.shape[1:]))
+        return full.index_copy(0, self.at_work, values)
 
 
 def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
@@ -187,11 +197,11 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | Non
     return torch.multinomial((logits / sampling.temperature).softmax(-1), 1, generator=generator)[:, 0]
 
 
-def _chosen_experts(router_logits: tuple[Tensor, ...], B: int, A: int) -> Tensor:
-    """(B, positions, L, A) int16 from L tensors (B * positions, E), by the router's own rule."""
-    chosen = torch.stack([logits.float().softmax(-1).topk(A, dim=-1)[1] for logits in router_logits], dim=1)
-    N, L, A = chosen.shape
-    return chosen.view(B, N // B, L, A).to(torch.int16)
+def _chosen_experts(router_logits: tuple[Tensor, ...], ids: Tensor, model: PreTrainedModel) -> Tensor:
+    """(rows, positions, L, A) int16 from L tensors (rows * positions, E), by the router's own rule."""
+    A = model.config.num_experts_per_tok
+    chosen = [x.float().softmax(-1).topk(A, dim=-1)[1] for x in router_logits]
+    return torch.stack(chosen, dim=1).view(*ids.shape, len(chosen), A).to(torch.int16)
 
 
 def _check_logits(logits: Tensor, step: int) -> None:

@@ -44,8 +44,12 @@ class Scripted(torch.nn.Module):
         self.step += 1
         rest = (1 - p) / 2
         logits = torch.stack([rest * 0, rest, p, rest], -1).log()
-        output = {"cache": None, "past_key_values": None}
+        output = {"cache": self, "past_key_values": self}
         return type("Output", (dict,), {"logits": logits[:, None].clamp(min=-1e4)})(output)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """It is its own cache: go on with these rows."""
+        self.scripts = self.scripts[indices]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -105,6 +109,18 @@ def test_the_padding_token_is_never_drawn_unless_it_ends_the_text(model: MiniMax
     as_end = draw(model, dataclasses.replace(SAMPLING, end_tokens=(PAD,)), copies=16)
     assert any(r.tokens[-1] == PAD for r in as_end)
     assert all(PAD not in r.tokens[:-1] for r in as_end)
+
+
+def test_rows_that_ended_are_left_out_and_change_nothing(model: MiniMaxM1ForCausalLM) -> None:
+    """Most rows end early here, so the cache is narrowed several times."""
+    ends = dataclasses.replace(SAMPLING, end_tokens=tuple(range(1, 9)), record_routing=True)
+    responses = draw(model, ends, copies=12)
+    lengths = sorted(len(r.tokens) for r in responses)
+    assert lengths[12] <= 3 and lengths[-1] > 6
+    batch = collate(responses, pad_token=PAD)
+    for replay in (False, True):
+        log_probs, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=replay)
+        assert (log_probs - batch.old_log_probs)[batch.response_mask].abs().max() < 1e-5
 
 
 def test_a_row_does_not_depend_on_its_neighbours(model: MiniMaxM1ForCausalLM) -> None:
