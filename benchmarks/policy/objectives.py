@@ -1,9 +1,10 @@
 """CISPO, DAPO and GRPO on the same problems, 16 updates a batch, three seeds each: who learns in fewer steps.
 
-    python -m benchmarks.policy.objectives start      trains the small model that all runs start from
-    python -m benchmarks.policy.objectives addition   two digits, of which the start solves some
-    python -m benchmarks.policy.objectives recheck    a rare first token is what pays
-    python -m benchmarks.policy.objectives plot       only draws what was measured
+    python -m benchmarks.policy.objectives start addition     trains the small model that its runs start from
+    python -m benchmarks.policy.objectives run addition       two digits, of which the start solves some
+    python -m benchmarks.policy.objectives start recheck
+    python -m benchmarks.policy.objectives run recheck        one digit, and a rare first token is what pays
+    python -m benchmarks.policy.objectives plot addition      only draws what was measured
 
 The model has two layers, one lightning and one softmax, and the demo's tokenizer: eighteen runs fit a CPU. In
 `recheck` a right sum earns 0.2, and 1 if "wait " comes before it, which the start was shown in one of fifty
@@ -11,7 +12,6 @@ sums: a trust region may drop that first token, which CISPO's bound cannot.
 """
 
 import argparse
-import copy
 import random
 import time
 from collections import Counter
@@ -35,9 +35,11 @@ from minimax_hybrid.rl.trainer import DEMO, Trainer
 
 OBJECTIVES = {"cispo": CISPO(ratio_max=5.0), "dapo": DAPO(), "grpo": GRPO()}
 WAIT = "wait "
-DIGITS, WINDOW = 2, 10
-START = Path("runs/objectives_start")
-TARGET = {"addition": 0.8, "recheck": 0.8}  # greedy accuracy; mean reward
+WINDOW = 10
+DIGITS = {"addition": 2, "recheck": 1}
+STARTS = Path("runs/objectives")
+STOP_AT = {"addition": 0.3, "recheck": 0.9}  # greedy accuracy on training problems that ends the start
+TARGET = {"addition": 0.8, "recheck": 0.8}  # greedy accuracy on held-out problems; mean reward
 
 
 def recheck(rng: random.Random, digits: int) -> Problem:
@@ -75,38 +77,49 @@ class Watched(Trainer):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("part", choices=["start", *TASKS, "plot"])
+    parser.add_argument("part", choices=["start", "run", "plot"])
+    parser.add_argument("task", choices=TASKS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--stop-at", type=float, default=0.3, help="greedy accuracy that ends the start")
     parser.add_argument("--seconds", type=float, default=1200, help="longest time for the start")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.part == "start":
-        train_start(stop_at=args.stop_at, seconds=args.seconds)
+        train_start(args.task, seconds=args.seconds)
         return
-    if args.part != "plot":
-        model = MiniMaxM1ForCausalLM.from_pretrained(START, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(START)
-        if args.part == "recheck":
-            for _ in supervised(model, tokenizer, random.Random(1), says_wait=0.02, steps=40):
-                pass
-        rows = []
-        for seed in args.seeds:
-            for name in OBJECTIVES:
-                rows += run(model, tokenizer, args.part, name, seed, args.learning_rate, args.batches)
-                write_rows(f"objectives_{args.part}", rows)
-    for task in TASKS if args.part == "plot" else (args.part,):
-        plot(task)
+    rows = []
+    for seed in args.seeds if args.part == "run" else []:
+        for name in OBJECTIVES:
+            rows += run(STARTS / args.task, args.task, name, seed, args.learning_rate, args.batches)
+            write_rows(f"objectives_{args.task}", rows)
+    plot(args.task)
 
 
-def train_start(*, stop_at: float, seconds: float) -> None:
-    """A small model from nothing, by supervised learning, until it solves some of the problems."""
+def train_start(task: str, *, seconds: float) -> None:
+    """A small model from nothing, by supervised learning, until it solves as much as it should."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    model, digits, started = MiniMaxM1ForCausalLM(small_config(tokenizer)), DIGITS[task], time.monotonic()
+    watched = draw(addition, random.Random(1), difficulty=digits, count=200)
+    for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), digits=digits, steps=100_000)):
+        if step % 50 == 49:
+            accuracy, spent = solved(model, tokenizer, watched), time.monotonic() - started
+            print(f"step {step + 1}, {spent:.0f} s: loss {loss:.3f}, greedy {accuracy:.3f}", flush=True)
+            if accuracy >= STOP_AT[task] or spent > seconds:
+                break
+    if task == "recheck":
+        for _ in supervised(
+            model, tokenizer, random.Random(1), digits=digits, steps=40, rate=3e-4, says_wait=0.02
+        ):
+            pass
+    model.save_pretrained(STARTS / task)
+    tokenizer.save_pretrained(STARTS / task)
+
+
+def small_config(tokenizer: Any) -> MiniMaxM1Config:
     alpha = 4**0.25  # (2 L)^(1/4)
-    config = MiniMaxM1Config.tiny(
+    return MiniMaxM1Config.tiny(
         vocab_size=len(tokenizer),
         hidden_size=64,
         intermediate_size=128,
@@ -120,19 +133,6 @@ def train_start(*, stop_at: float, seconds: float) -> None:
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
-    model, started = MiniMaxM1ForCausalLM(config), time.monotonic()
-    watched = draw(addition, random.Random(1), difficulty=DIGITS, count=200)
-    for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), steps=100_000, rate=4e-3)):
-        if step % 100 == 99:
-            accuracy = solved(model, tokenizer, watched)
-            print(
-                f"step {step + 1}, {time.monotonic() - started:.0f} s: loss {loss:.3f}, {accuracy:.3f}",
-                flush=True,
-            )
-            if accuracy >= stop_at or time.monotonic() - started > seconds:
-                break
-    model.save_pretrained(START)
-    tokenizer.save_pretrained(START)
 
 
 def supervised(
@@ -140,15 +140,16 @@ def supervised(
     tokenizer: Any,
     rng: random.Random,
     *,
+    digits: int,
     steps: int,
-    rate: float = 3e-4,
+    rate: float = 4e-3,
     says_wait: float = 0.0,
 ) -> Iterator[float]:
     """Steps on rows of eight problems (every fourth: of one); yields the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20)
-        rows = [_row(tokenizer, rng, 1 if step % 4 == 0 else 8, says_wait) for _ in range(48)]
+        rows = [_row(tokenizer, rng, digits, 1 if step % 4 == 0 else 8, says_wait) for _ in range(48)]
         T = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([t + [tokenizer.pad_token_id] * (T - len(t)) for t, _ in rows])
         labels = torch.tensor([y + [-100] * (T - len(y)) for _, y in rows])
@@ -160,9 +161,11 @@ def supervised(
         yield out.loss.item()
 
 
-def _row(tokenizer: Any, rng: random.Random, count: int, says_wait: float) -> tuple[list[int], list[int]]:
+def _row(
+    tokenizer: Any, rng: random.Random, digits: int, count: int, says_wait: float
+) -> tuple[list[int], list[int]]:
     tokens, labels = [], []
-    for problem in draw(addition, rng, difficulty=DIGITS, count=count):
+    for problem in draw(addition, rng, difficulty=digits, count=count):
         prompt = tokenizer.encode(problem.prompt, add_special_tokens=False)
         says = WAIT if rng.random() < says_wait else ""
         answer = tokenizer.encode(says + problem.answer, add_special_tokens=False) + [tokenizer.eos_token_id]
@@ -178,22 +181,16 @@ def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem])
     return sum(p.reward(text) for p, text in zip(problems, texts, strict=True)) / len(problems)
 
 
-def run(
-    model: MiniMaxM1ForCausalLM,
-    tokenizer: Any,
-    task: str,
-    name: str,
-    seed: int,
-    learning_rate: float,
-    batches: int,
-) -> list[Row]:
+def run(start: Path, task: str, name: str, seed: int, learning_rate: float, batches: int) -> list[Row]:
     """One row a batch, and one of what was dropped."""
+    model = MiniMaxM1ForCausalLM.from_pretrained(start, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(start)
     with TemporaryDirectory() as folder:
         settings = Settings(
             model="the start",
             output=folder,
             task=task,
-            difficulty=DIGITS,
+            difficulty=DIGITS[task],
             objective=OBJECTIVES[name],
             learning_rate=learning_rate,
             batches=batches,
@@ -204,7 +201,7 @@ def run(
             save_every=1000,
             seed=seed,
         )
-        trainer = Watched(copy.deepcopy(model), tokenizer, TASKS[task], settings)
+        trainer = Watched(model, tokenizer, TASKS[task], settings)
         trainer.counts, trainer.waits = {}, []
         trainer.train()
         log = read_log(Path(folder) / "log.jsonl")

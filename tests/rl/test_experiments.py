@@ -61,11 +61,10 @@ def test_addition_and_adam_run(folder: str, small: None) -> None:
 def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:
     model = MiniMaxM1ForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    losses = list(
-        objectives.supervised(model, tokenizer, random.Random(0), steps=10, rate=1e-2, says_wait=0.5)
-    )
+    steps = objectives.supervised(model, tokenizer, random.Random(0), digits=1, steps=10, says_wait=0.5)
+    losses = list(steps)
     assert losses[-1] < losses[0]
-    rows = objectives.run(model, tokenizer, "recheck", "dapo", 0, 1e-3, 1)
+    rows = objectives.run(Path(folder), "recheck", "dapo", 0, 1e-3, 1)
     assert rows[0]["batch"] == 0
     counts = rows[-1]["dropped_and_seen_by_token"]
     assert all(0 <= gone <= seen for gone, seen in counts.values())
