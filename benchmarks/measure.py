@@ -14,7 +14,7 @@ import torch
 from minimax_hybrid.roofline import cpu_name
 
 ROOT = Path(__file__).parent.parent
-LONG, LEAST = 20.0, 2
+LONG = 20.0
 Work = Callable[[], object]
 
 
@@ -29,19 +29,18 @@ def interleaved(
 
     The sides take turns within a round, so a slow spell of the machine meets all of them. A first round
     warms up and is not counted, unless it took more than LONG seconds. Ends after `rounds`, or once `budget`
-    seconds are spent and LEAST rounds done; `tick` is called after each round.
+    seconds are spent and one round is counted; `tick` is called after each round.
     """
-    warm_up = {name: [_timed(work)] for name, work in sides.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    if sum(took for (took,) in warm_up.values()) > LONG:
-        seconds = warm_up
     started = time.perf_counter()
-    for done in range(1 + len(seconds[next(iter(sides))]), rounds + 1):
+    first = {name: _timed(work) for name, work in sides.items()}
+    long = sum(first.values()) > LONG
+    seconds = {name: [took] if long else [] for name, took in first.items()}
+    for done in range(long, rounds):
+        if done and time.perf_counter() - started > budget:
+            break
         for name, work in sides.items():
             seconds[name].append(_timed(work))
         tick()
-        if done >= LEAST and time.perf_counter() - started > budget:
-            break
     return seconds
 
 

@@ -195,6 +195,8 @@ def _task_name(task: tuple[str, int, int, str]) -> str:
 def _time(row: Row | None) -> str:
     if row is None:
         return "-"
+    if row.rounds == 1:
+        return f"{row.p50:.3g} s, once"
     spread = (row.p80 - row.p20) / 2
     if row.task == "decode":
         rate = row.batch / row.p50
