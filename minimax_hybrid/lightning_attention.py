@@ -45,7 +45,7 @@ class LightningAttention(nn.Module):
         q, k, v = qkv.split(self.head_dim, dim=-1)  # (B, T, H, D)
         log_decay = layer_log_decay(self.num_heads, self.layer_idx, self.num_layers, device=x.device)
         out = self._attend(q, k, v, log_decay, sequences, cache)
-        out = self.norm(out.reshape(B, T, -1)) * self.output_gate(x).sigmoid()
+        out = self.norm(out.flatten(2)) * self.output_gate(x).sigmoid()
         return self.out_proj(out)
 
     def _attend(

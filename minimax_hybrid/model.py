@@ -211,6 +211,11 @@ class MiniMaxM1Model(HybridPreTrainedModel):
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if 0 in given.shape[:2]:
+            raise ValueError(
+                f"the input is empty, (B, T) = {tuple(given.shape[:2])}; give at least one row of one token"
+            )
         if inputs_embeds is not None:
             return inputs_embeds
         if input_ids.ndim != 2:

@@ -40,9 +40,9 @@ class SoftmaxAttention(nn.Module):
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor | None]:
-        B, T, _ = x.shape
+        T = x.shape[1]
         q, k, v = (
-            project(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+            project(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for project in (self.q_proj, self.k_proj, self.v_proj)
         )  # (B, H, T, D)
         q, k = rotate(q, *rotary), rotate(k, *rotary)
@@ -64,7 +64,7 @@ class SoftmaxAttention(nn.Module):
             # flash attention finds packed documents by them; the others have a mask
             position_ids=sequences.position_ids if sequences.cu_seqlens is not None else None,
         )
-        return self.o_proj(out.reshape(B, T, -1)), weights
+        return self.o_proj(out.flatten(2)), weights
 
     def _attend_one(self, q: Tensor, k: Tensor, v: Tensor, attention_mask: Tensor | None) -> Tensor:
         """One query a sequence, (B, 1, H * D): heads that share keys become the rows of one small product.
