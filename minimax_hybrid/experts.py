@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from minimax_kernels import grouped_linear
+from minimax_kernels.backends import without_autocast
 
 from .config import MiniMaxM1Config
 from .layers import Linear
@@ -27,7 +28,7 @@ class Router(nn.Module):
     def forward(self, x_NM: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (N, E), weights (N, A) and experts (N, A); `chosen` (N, A) replays a choice made
         elsewhere."""
-        with torch.autocast(x_NM.device.type, enabled=False):
+        with without_autocast(x_NM):
             wide = torch.promote_types(x_NM.dtype, torch.float32)
             logits = nn.functional.linear(x_NM.to(wide), self.weight.to(wide))
             probabilities = logits.softmax(dim=-1)
@@ -52,7 +53,7 @@ class Experts(nn.Module):
     def forward(self, x_NM: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         A = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # (R,), R = N * A for N tokens
-        rows_per_expert = chosen.flatten().bincount(minlength=len(self.down_proj))
+        rows_per_expert = chosen.flatten().bincount(minlength=self.down_proj.shape[0])
         routed_RM = x_NM[order // A]
         gate, up = grouped_linear(routed_RM, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
         out_RM = grouped_linear(self.act(gate) * up, self.down_proj, rows_per_expert)

@@ -6,9 +6,11 @@ itself.
 """
 
 import torch
-from minimax_kernels import fp32_linear, token_log_probs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+
+from minimax_kernels import fp32_linear, token_log_probs
+from minimax_kernels.backends import without_autocast
 
 ROW_CHUNK = 256
 
@@ -24,7 +26,7 @@ class LMHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.head_dtype == torch.float32:
             return fp32_linear(hidden, self.weight)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             return nn.functional.linear(hidden.to(self.head_dtype), self.weight.to(self.head_dtype))
 
     def extra_repr(self) -> str:

@@ -4,6 +4,7 @@
 A backend asked for by name runs or raises; only "auto" chooses.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Literal
 
@@ -57,3 +58,11 @@ def choose(backend: str, x: Tensor) -> str:
                 f"backend 'triton' takes {list(TRITON_DTYPES)}, got {x.dtype}; use backend='chunked'"
             )
     return backend
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager:
+    """A context in which types stay as we chose them, on x's device; free where autocast is off."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return nullcontext()
+    return torch.autocast(device, enabled=False)

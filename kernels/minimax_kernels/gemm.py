@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backends import without_autocast
+
 # Where oneDNN overtakes MKL: at 1M products of matrices in cache (64 to 512 wide, 1 thread), and from 512 x
 # 512 on for a weight that must come from memory, as each does in decoding.
 PRODUCTS_MIN = 2**20
@@ -31,15 +33,17 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     if not _takes_onednn(rows, weight) or torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight)
     tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    out = _Linear.apply(rows, weight) if tracked else product(rows, weight)
+    out = _Linear.apply(rows, weight) if tracked else _onednn(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
     """x (R, K) @ weight (N, K).T, outside autograd; either may be a transposed view."""
-    if _takes_onednn(x, weight):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
-    return torch.mm(x, weight.mT)
+    return _onednn(x, weight) if _takes_onednn(x, weight) else torch.mm(x, weight.mT)
+
+
+def _onednn(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
 
 
 class _Linear(torch.autograd.Function):
@@ -52,7 +56,7 @@ class _Linear(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dx = product(dout, weight.mT) if ctx.needs_input_grad[0] else None
             dweight = product(dout.mT, x.mT) if ctx.needs_input_grad[1] else None
         return dx, dweight
@@ -67,7 +71,7 @@ def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
     """Plain float32 matrices on a CPU, large enough; a DTensor or a traced tensor goes PyTorch's own way."""
     return (
         x.dtype == weight.dtype == torch.float32
-        and (weight.numel() >= WEIGHTS_MIN or len(x) * weight.numel() >= PRODUCTS_MIN)
+        and (weight.numel() >= WEIGHTS_MIN or x.shape[0] * weight.numel() >= PRODUCTS_MIN)
         and x.is_cpu
         and weight.is_cpu
         and type(x) in _PLAIN

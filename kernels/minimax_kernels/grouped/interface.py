@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import without_autocast
 from ..gemm import product
 from .reference import grouped_linear_reference
 
@@ -59,10 +60,10 @@ def grouped_linear(
     name = _choose(x, weight) if backend == "auto" else backend
     tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if name == "loop":
-        counts = _read(rows_per_expert, len(x))
+        counts = _read(rows_per_expert, x.shape[0])
         return _Loop.apply(x, weight, counts) if tracked else _loop(x, weight, counts)
     if rows_per_expert.is_cpu:
-        _read(rows_per_expert, len(x))
+        _read(rows_per_expert, x.shape[0])
     if name == "grouped_mm":
         _check_grouped_mm(x, weight)
         counts = rows_per_expert.to(x.device)
@@ -80,14 +81,14 @@ def _choose(x: Tensor, weight: Tensor) -> str:
 
 
 def _loop(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    out = x.new_empty(len(x), weight.shape[1])
+    out = x.new_empty(x.shape[0], weight.shape[1])
     start = 0
     for e, count in enumerate(counts):
         if count:
             end = start + count
             out[start:end] = product(x[start:end], weight[e])
             start = end
-    if start < len(x):
+    if start < x.shape[0]:
         out[start:] = 0
     return out
 
@@ -107,7 +108,7 @@ class _Loop(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return _loop(x, weight, counts)
 
     @staticmethod
@@ -116,23 +117,23 @@ class _Loop(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, _ = ctx.needs_input_grad
         dout = dout.contiguous()
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dx = _loop(dout, weight.mT, ctx.counts) if need_dx else None
             dweight = _loop_dweight(x, dout, ctx.counts) if need_dweight else None
         return dx, dweight, None
 
 
 def _grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    if not len(x):
+    if not x.shape[0]:
         return x.new_zeros(0, weight.shape[1])
     ends = counts.cumsum(0, dtype=torch.int32)
     out = torch.nn.functional.grouped_mm(x, weight.mT, offs=ends)
-    foreign = torch.arange(len(x), device=x.device) >= ends[-1]
+    foreign = torch.arange(x.shape[0], device=x.device) >= ends[-1]
     return out.masked_fill_(foreign[:, None], 0)
 
 
 def _grouped_mm_dweight(x: Tensor, dout: Tensor, counts: Tensor) -> Tensor:
-    if not len(x):
+    if not x.shape[0]:
         return x.new_zeros(len(counts), dout.shape[1], x.shape[1])
     dweight = torch.nn.functional.grouped_mm(dout.mT, x, offs=counts.cumsum(0, dtype=torch.int32))
     return dweight.masked_fill_((counts == 0)[:, None, None], 0)
@@ -142,7 +143,7 @@ class _GroupedMM(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             return _grouped_mm(x, weight, counts)
 
     @staticmethod
@@ -151,7 +152,7 @@ class _GroupedMM(torch.autograd.Function):
         x, weight, counts = ctx.saved_tensors
         need_dx, need_dweight, _ = ctx.needs_input_grad
         dout = dout.contiguous()
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             dx = _grouped_mm(dout, weight.mT, counts) if need_dx else None
             dweight = _grouped_mm_dweight(x, dout, counts) if need_dweight else None
         return dx, dweight, None
@@ -176,7 +177,7 @@ def _check(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> None:
         )
     if rows_per_expert.shape != weight.shape[:1] or rows_per_expert.dtype not in (torch.int32, torch.int64):
         raise ValueError(
-            f"rows_per_expert must be ({len(weight)},) int32 or int64, one count for each expert, got "
+            f"rows_per_expert must be ({weight.shape[0]},) int32 or int64, one count for each expert, got "
             f"{tuple(rows_per_expert.shape)} {rows_per_expert.dtype}"
         )
 

@@ -56,7 +56,8 @@ def decode(
     log_decay = log_decay.to(state.dtype)
     held = counts.tolist()
     if BLOCK in held:
-        k_block, v_block = (_as_block(x, counts, state.dtype) for x in (k_rows, v_rows))
+        rows = torch.arange(BLOCK, device=counts.device)
+        k_block, v_block = (_as_block(x, rows >= counts[:, None], state.dtype) for x in (k_rows, v_rows))
         gain, fade = _advance(k_block, v_block, log_decay, counts)
         full = counts == BLOCK
         state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
@@ -66,9 +67,9 @@ def decode(
     k_rows[sequence, position] = k[:, 0]
     v_rows[sequence, position] = v[:, 0]
     counts += 1
-    k_block, v_block = (_as_block(x, counts, state.dtype) for x in (k_rows, v_rows))
-    # the other rows of q are zero, so one row's weights serve them all
     distance = position[:, None, None] - torch.arange(BLOCK, device=counts.device)  # (B, 1, C)
+    k_block, v_block = (_as_block(x, distance[:, 0] < 0, state.dtype) for x in (k_rows, v_rows))
+    # the other rows of q are zero, so one row's weights serve them all
     weight = _decay(log_decay, distance)
     reach = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
     out = torch.empty_like(v)
@@ -76,8 +77,8 @@ def decode(
     for first in firsts:
         together = slice(None) if len(firsts) == 1 else position // ROWS * ROWS == first
         row = position[together] - first
-        q_rows = state.new_zeros(len(row), q.shape[2], ROWS, q.shape[3])
-        mine = (torch.arange(len(row), device=row.device), slice(None), row)
+        q_rows = state.new_zeros(row.shape[0], q.shape[2], ROWS, q.shape[3])
+        mine = (torch.arange(row.shape[0], device=row.device), slice(None), row)
         q_rows[mine] = q[together, 0].to(state.dtype)
         keys = slice(first + ROWS)
         tile = _tile(
@@ -95,7 +96,7 @@ def decode(
 def _run(
     blocks: "_Blocks", q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    if not len(blocks.lengths):
+    if not blocks.lengths.shape[0]:
         return torch.zeros_like(v), state.clone()
     log_decay = log_decay.to(state.dtype)
     q_blocks, k_blocks, v_blocks = (blocks.split(x).to(state.dtype).contiguous() for x in (q, k, v))
@@ -112,11 +113,9 @@ def _run(
     return blocks.join(torch.cat(outs, dim=2), v), last[blocks.order.argsort()]
 
 
-def _as_block(rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The first BLOCK rows (B, R, H, D) as a tile (B, H, C, D), with zeros where nothing was written."""
-    tile = torch.empty(len(rows), rows.shape[2], BLOCK, rows.shape[3], dtype=dtype, device=rows.device)
-    tile.copy_(rows[:, :BLOCK].transpose(1, 2))
-    unwritten = torch.arange(BLOCK, device=rows.device) >= counts[:, None]
+def _as_block(rows: Tensor, unwritten: Tensor, dtype: torch.dtype) -> Tensor:
+    """The first BLOCK rows (B, R, H, D) as a tile (B, H, C, D), zero where `unwritten` (B, C) says."""
+    tile = rows[:, :BLOCK].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
     return tile.masked_fill_(unwritten[:, None, :, None], 0)
 
 

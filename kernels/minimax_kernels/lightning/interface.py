@@ -4,7 +4,7 @@ of backend. The model calls `lightning_attention` for many positions and `lightn
 import torch
 from torch import Tensor
 
-from ..backends import Backend, choose
+from ..backends import Backend, choose, without_autocast
 from ..packing import BLOCK, check_cu_seqlens, readable
 from .chunked import chunked
 from .chunked import decode as chunked_decode
@@ -49,7 +49,7 @@ def lightning_attention(
     if state is not None:
         _check_state(state, (S, H, Dk, Dv), work, q.device)
     name = choose(backend, q)
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         if name == "triton":
             from .triton_operator import lightning_triton
 
@@ -117,7 +117,7 @@ def lightning_decode(
         from .triton_decode import decode_triton
 
         step["triton"] = decode_triton
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         return step[chosen](q, k, v, log_decay, state=state, k_rows=k_rows, v_rows=v_rows, counts=counts)
 
 

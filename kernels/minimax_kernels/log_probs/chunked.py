@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import without_autocast
 from ..gemm import product
 from .logits import logits_slice, work_type
 
@@ -44,7 +45,7 @@ class TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
         sums = _Sums.empty(len(hidden), work_type(hidden, weight), hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             for columns in chunks.of_vocab(weight):
                 for rows in chunks.of_rows(hidden):
                     z = _scaled_logits(hidden[rows], weight[columns], sums.top.dtype, chunks)
@@ -67,7 +68,7 @@ class TokenLogProbs(torch.autograd.Function):
             dlog_probs = torch.zeros_like(normaliser)
         dhidden = torch.zeros_like(hidden, dtype=work) if need_dhidden else None
         dweight = torch.empty_like(weight) if need_dweight else None
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             for columns in ctx.chunks.of_vocab(weight):
                 part = weight[columns]  # (Vc, M)
                 part_work = part.to(work)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..backends import without_autocast
 from ..gemm import product
 
 # 16 MB in float32: slices of 2048 to 8192 rows were best at M = 512, smaller ones pay for their calls.
@@ -37,7 +38,7 @@ def fp32_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     check_head(hidden, weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
     tracked = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         out = _Logits.apply(rows, weight) if tracked else _logits(rows, weight)
     return out.view(*hidden.shape[:-1], len(weight))
 
@@ -98,7 +99,7 @@ class _Logits(torch.autograd.Function):
         dhidden = torch.zeros_like(hidden, dtype=work) if need_dhidden else None
         dweight = torch.empty_like(weight) if need_dweight else None
         hidden_work = hidden.to(work)
-        with torch.autocast(hidden.device.type, enabled=False):
+        with without_autocast(hidden):
             for part in _slices(weight):
                 dpart = dlogits[:, part].contiguous()
                 if need_dhidden:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from ..backends import without_autocast
+
 IGNORED = -100
 
 
@@ -11,7 +13,7 @@ def token_log_probs_reference(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropy; shapes and rules as in `interface.token_log_probs`."""
     work = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
-    with torch.autocast(hidden.device.type, enabled=False):
+    with without_autocast(hidden):
         logits = hidden.to(work) @ weight.to(work).mT / temperature  # (..., V)
     all_log_probs = logits.log_softmax(-1)
     kept = targets != IGNORED
