@@ -102,7 +102,7 @@ def main(argv: list[str] | None = None) -> None:
         start = time.perf_counter()
         rows = run_case(CASES[name], quick=args.quick, only=args.only)
         print(f"\n{name}: {CASES[name].about}\n")
-        print(case_table(CASES[name], rows))
+        print(case_table(rows))
         print(f"\n{time.perf_counter() - start:.0f} s on {place()['device']}")
         if not args.quick:
             write_pages()

@@ -15,42 +15,39 @@ from pathlib import Path
 
 from minimax_hybrid.plotting import tokens
 
-from .cases import CASES, Case
+from .cases import CASES
 from .measure import ROOT
 from .rows import RESULTS, Row, files, mean_over_seeds, newest, read
 
 README = ROOT / "README.md"
-_PASSKEY = (
-    "Four digits hidden in random filler, asked for at the end: share of inputs with all four right, for "
-    "models that differ only in the kinds of their eight layers (width 64, 4 heads of 32), trained on up to "
-    "256 tokens."
-)
-_MILLION = (
-    "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer attends to the "
-    "past without a mask and merges it with the piece by log-sum-exp."
-)
+_ABOUT = {
+    "passkey": "Four digits hidden in random filler, asked for at the end: share of inputs with all four "
+    "right, for models that differ only in the kinds of their eight layers (width 64, 4 heads of 32), "
+    "trained on up to 256 tokens.",
+    "million": "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer "
+    "attends to the past without a mask and merges it with the piece by log-sum-exp.",
+}
 _MARKED = re.compile(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end of rows -->)", re.DOTALL)
 _ORDER = ("prefill", "decode", "train", "forward", "forward+backward", "log-probs")
 
 
-def case_table(case: Case, rows: list[Row]) -> str:
-    """One line for each task: time of every side (decode: tokens/s), ratio to the first, peak memory."""
-    rows = [row for row in rows if row.case == case.name]
+def case_table(rows: list[Row]) -> str:
+    """One line for each task of a case: time of every side (decode: tokens/s), ratio to the first, and what
+    else was measured."""
     if not rows:
         return "Not measured."
-    sides = [side for side in case.sides if any(row.side == side for row in rows)]
-    with_memory = any(row.metric == "peak memory" for row in rows)
+    sides = list(dict.fromkeys(row.side for row in rows))
+    others = [metric for metric in _CELLS if any(row.metric == metric for row in rows)]
     head = ["task", "type", *sides, *(f"{side} / {sides[0]}" for side in sides[1:])]
-    if with_memory:
-        head += [f"{side}, peak" for side in sides]
+    head += [f"{side}, {_CELLS[metric][0]}" for metric in others for side in sides]
     found = {(_task(row), row.side, row.metric): row for row in rows}
     lines = []
     for task in sorted({_task(row): None for row in rows}, key=_order):
         times = [found.get((task, side, "time")) for side in sides]
         cells = [_task_name(task), task[3], *(_time(row) for row in times)]
         cells += [_ratio(row, times[0]) for row in times[1:]]
-        if with_memory:
-            cells += [_memory(found.get((task, side, "peak memory"))) for side in sides]
+        for metric in others:
+            cells += [_CELLS[metric][1](found.get((task, side, metric))) for side in sides]
         lines.append(cells)
     return markdown(head, lines)
 
@@ -67,24 +64,22 @@ def page(path: Path) -> str:
         "Peak is the most resident memory of a process that does nothing else, weights and libraries "
         "included.",
     ]
-    for case in CASES.values():
-        of_case = [row for row in rows if row.case == case.name]
-        if not of_case:
-            continue
-        text += [
-            "",
-            f"## {case.name}",
-            "",
-            f"{case.about[0].upper()}{case.about[1:]}.",
-            "",
-            case_table(case, of_case),
-        ]
-        text += ["", provenance(f"run --case {case.name}", of_case)]
-    for name, about, table in (("passkey", _PASSKEY, passkey_table), ("million", _MILLION, million_table)):
+    measured = dict.fromkeys(row.case for row in rows)
+    for name in sorted(measured, key=lambda name: list(CASES).index(name) if name in CASES else len(CASES)):
         of_case = [row for row in rows if row.case == name]
-        if of_case:
-            text += ["", f"## {name}", "", about, "", table(of_case), "", provenance(name, of_case)]
+        text += ["", f"## {name}", "", *_about(name), _table(of_case), "", provenance(of_case)]
     return "\n".join(text) + "\n"
+
+
+def _about(name: str) -> list[str]:
+    if name in CASES:
+        about = CASES[name].about
+        return [f"{about[0].upper()}{about[1:]}.", ""]
+    return [_ABOUT[name], ""] if name in _ABOUT else []
+
+
+def _table(rows: list[Row]) -> str:
+    return {"passkey": passkey_table, "million": million_table}.get(rows[0].case, case_table)(rows)
 
 
 def passkey_table(rows: list[Row]) -> str:
@@ -124,8 +119,10 @@ def million_table(rows: list[Row]) -> str:
     return markdown(["what", "type", "time or size", "rate"], lines)
 
 
-def provenance(command: str, rows: list[Row]) -> str:
-    """The command, and where, when and with what the rows were measured."""
+def provenance(rows: list[Row]) -> str:
+    """The command, and where, when and with what the rows of one case were measured."""
+    name = rows[0].case
+    command = f"run --case {name}" if name in CASES else name
     last = max(rows, key=lambda row: row.date)
     commits = sorted({row.commit for row in rows})
     return (
@@ -143,12 +140,7 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 def readme_table(name: str) -> str:
     """The table of one case with its provenance, on the device whose rows are newest."""
     rows = newest(name)
-    if not rows:
-        return "Not measured."
-    special = {"passkey": passkey_table, "million": million_table}
-    if name in special:
-        return f"{special[name](rows)}\n\n{provenance(name, rows)}"
-    return f"{case_table(CASES[name], rows)}\n\n{provenance(f'run --case {name}', rows)}"
+    return f"{_table(rows)}\n\n{provenance(rows)}" if rows else "Not measured."
 
 
 def filled(text: str) -> str:
@@ -214,8 +206,15 @@ def _share(row: Row | None) -> str:
     return "-" if row is None else f"{row.p50:.0%} of {row.rounds}"
 
 
+def _percent(row: Row | None) -> str:
+    return "-" if row is None else f"{row.p50:.0%}"
+
+
 def _memory(row: Row | None) -> str:
     return "-" if row is None else f"{row.p50 / 1e9:.2f} GB"
+
+
+_CELLS = {"peak memory": ("peak", _memory), "roofline": ("of roofline", _percent)}
 
 
 def main(argv: list[str] | None = None) -> None:
