@@ -12,9 +12,10 @@ full block is folded into the state at the start of the next call, so the last c
 """
 
 import torch
-from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+
+from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 
 from .config import LIGHTNING, MiniMaxM1Config
 from .sequences import Sequences, padded_lightning_attention

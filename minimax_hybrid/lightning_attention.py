@@ -12,9 +12,10 @@ import math
 from functools import cache
 
 import torch
-from minimax_kernels import lightning_attention
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
+
+from minimax_kernels import lightning_attention
 
 from .cache import HybridCache
 from .config import MiniMaxM1Config

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from minimax_kernels import lightning_attention, pack, unpack
 from torch import Tensor
+
+from minimax_kernels import lightning_attention, pack, unpack
 
 if TYPE_CHECKING:
     from .cache import HybridCache

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minimax_kernels import lightning_attention
 from tiny_models import (
     KINDS,
     LIGHTNING,
@@ -26,6 +25,7 @@ from transformers import DynamicCache
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
 from minimax_hybrid.lightning_attention import layer_log_decay
+from minimax_kernels import lightning_attention
 
 NET = model()
 BORDERS = [63, 64, 65, 128]

@@ -10,6 +10,7 @@ from tiny_models import KINDS, V, assert_close, difference, model, tokens
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
+from benchmarks import agreement
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
 from minimax_hybrid.layers import RMSNorm
 
@@ -301,34 +302,25 @@ def test_an_empty_input_is_refused_and_leaves_a_cache_as_it_is(shape: tuple[int,
 # Decode and forward, bit by bit
 
 
-def test_decode_and_forward_differ_only_by_products_of_one_row() -> None:
-    """The first layer's operator gets the same rows in a decode step and in one forward, and its outputs then
-    have the same bits; what is left is rounding, which enters with matrix products of one row."""
-    net, ids = model().to(torch.bfloat16), tokens(1, 130)
-    T = 129
-    seen: dict[str, list[Tensor]] = {}
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_decode_and_forward_differ_only_by_the_rounding_of_one_row_products(dtype: torch.dtype) -> None:
+    """A row computed alone has the forward's bits in the operator and in every norm. Matrix products, in
+    layers, experts and head, may order their sums differently for one row: rounding, and nothing else."""
+    found = agreement.differing_bits(agreement.random_model(64, layers=4).to(dtype), tokens(1, 130))
+    for stage, (share, size) in found.items():
+        print(f"{stage}: {share:.1%} of the elements differ, by {size:.1e} of the largest")
+    for stage in (agreement.OPERATOR, "norms"):
+        assert found.pop(stage) == (0, 0), stage
+    assert set(found) == {agreement.PRODUCTS, agreement.SOFTMAX, "experts"}
+    for stage, (_, size) in found.items():
+        assert size < 8 * torch.finfo(dtype).eps, stage
 
-    def watch(name: str) -> object:
-        return lambda module, args, out: seen.setdefault(name, []).append((args[0], out))
 
-    attention = net.model.layers[0].self_attn
-    hooks = [
-        attention.qkv_proj.register_forward_hook(watch("product")),
-        attention.norm.register_forward_hook(watch("operator")),
-    ]
-    with torch.no_grad():
-        whole = net(ids).logits[:, T:]
-        cache = HybridCache(net.config)
-        net(ids[:, :T], past_key_values=cache)
-        decoded = net(ids[:, T:], past_key_values=cache).logits
-    for hook in hooks:
-        hook.remove()
-    (x, qkv), _, (x_1, qkv_1) = seen["product"]
-    assert torch.equal(x[:, T:], x_1), "the norm before the layer"
-    same_product = torch.equal(qkv[:, T:], qkv_1)
-    (out, _), _, (out_1, _) = seen["operator"]
-    if same_product:
-        assert torch.equal(out[:, T:], out_1), "the operator"
-    gap = (whole.softmax(-1) - decoded.softmax(-1)).abs().max()
-    print(f"one row of qkv_proj equal: {same_product}; largest difference of a probability: {gap:.2e}")
-    assert gap < 0.02
+@pytest.mark.parametrize("width", [64, 256])
+def test_probabilities_of_decoding_and_training_correlate_in_bfloat16(width: int) -> None:
+    net = agreement.random_model(width, layers=8 if width == 64 else 4).to(torch.bfloat16)
+    new, recorded = agreement.decode(net, tokens(4, 8), 70)
+    for layout, scored in agreement.score(net, torch.cat([tokens(4, 8), new], dim=1), 70).items():
+        found = agreement.agreement(scored, recorded, torch.ones_like(recorded))
+        assert found["correlation"] > 0.999, layout
+        assert 0.05 < recorded.exp().std(), "probabilities that are all alike show nothing"
