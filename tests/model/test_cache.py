@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
+from minimax_hybrid.cache import LightningLayer
 from minimax_hybrid.lightning_attention import layer_log_decay
 from minimax_kernels import lightning_attention
 
@@ -105,6 +106,24 @@ def test_the_current_state_is_the_recurrence(T: int) -> None:
     decay = layer_log_decay(H, 0, len(KINDS), device=h.device)
     _, state = lightning_attention(*(x.double() for x in (q, k, v)), decay, backend="reference")
     assert_close(cache.layers[0].current_state().double(), state.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows_kept", [1, 70, 1024])
+@pytest.mark.parametrize("sizes", [[100, 37, *[1] * 60], [1] * 130, [64, 64, 1, 63]], ids=len)
+def test_lightning_attention_in_pieces_has_the_bits_of_one_call(
+    sizes: list[int], rows_kept: int, dtype: torch.dtype
+) -> None:
+    """Blocks count from a sequence's own start: every row is computed by the same tile on the same values."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, sum(sizes), 3, 16, generator=make).to(dtype) for _ in range(3))
+    decay = layer_log_decay(3, 0, 4, device=q.device)
+    layer = LightningLayer(rows_kept)
+    parts = zip(*(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
+    found = torch.cat([layer.attend(*part, decay, real=None) for part in parts], dim=1)
+    whole, state = lightning_attention(q, k, v, decay)
+    assert torch.equal(found, whole)
+    assert torch.equal(layer.current_state(), state)
 
 
 def test_lengths_are_right_though_layer_0_is_lightning() -> None:
@@ -398,9 +417,10 @@ def test_a_lightning_layer_is_no_store_of_keys() -> None:
 # Gradients and modes
 
 
-def test_gradients_flow_through_cached_positions() -> None:
+@pytest.mark.parametrize("kinds", [[0, 1, 0, 0], [1, 0, 0, 1]], ids=str)
+def test_gradients_flow_through_cached_positions(kinds: list[int]) -> None:
     """A trained prefix in front of frozen weights: its gradient passes through keys, states and open rows."""
-    net = model().double().requires_grad_(False)
+    net = model(attn_type_list=kinds).double().requires_grad_(False)
     embedded = net.model.embed_tokens(tokens(1, 70))
     weight = torch.randn(70, 32, generator=torch.Generator().manual_seed(1))
     grads = []
