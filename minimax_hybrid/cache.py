@@ -131,7 +131,7 @@ class SoftmaxLayer(DynamicLayer):
         held, new = self.get_seq_length(), key_states.shape[2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if not self._has_room(held + new):
+        if not self._has_room(held + new, key_states.dtype):
             room = held + new + (held + new) // 4 * (held > 0) + BLOCK
             self._room = tuple(
                 x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (key_states, value_states)
@@ -155,14 +155,14 @@ class SoftmaxLayer(DynamicLayer):
     def check_crop(self, remove: int) -> None:
         """Any number of positions can be taken back."""
 
-    def _has_room(self, length: int) -> bool:
+    def _has_room(self, length: int, dtype: torch.dtype) -> bool:
         """Whether `keys` still lies in our room (selecting rows makes a copy) and `length` positions fit."""
         if self._room is None:
             return False
         room = self._room[0]
         inside = self.keys.numel() == 0 or self.keys.data_ptr() == room.data_ptr()
         fits = self.keys.shape[0] in (0, room.shape[0]) and length <= room.shape[2]
-        return inside and fits and _writable(room)
+        return inside and fits and room.dtype == dtype and _writable(room)
 
 
 class LightningLayer(CacheLayerMixin):
@@ -198,6 +198,8 @@ class LightningLayer(CacheLayerMixin):
         if self._foldable and not self._settled:
             self._settle()
         self._foldable = not self.record_past
+        # a prompt computed under autocast may be continued without it
+        self.k_rows, self.v_rows = self.k_rows.to(k.dtype), self.v_rows.to(v.dtype)
         tracked = _tracked(q, k, v, self.state, self.k_rows, self.v_rows)
         if q.shape[1] == 1 and real is None and self._settled and self._foldable and not tracked:
             self._own()

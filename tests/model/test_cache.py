@@ -447,6 +447,15 @@ def test_a_cache_filled_in_inference_mode_serves_afterwards() -> None:
     assert_close(found, logits(NET, ids, use_cache=False)[:, 63:])
 
 
+def test_a_cache_filled_under_autocast_serves_without_it() -> None:
+    ids = tokens(1, 75)
+    cache = HybridCache(NET.config)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        NET(ids[:, :62], past_key_values=cache)
+    assert_close(decode(cache, ids[:, 62:]), logits(NET, ids, use_cache=False)[:, 62:], 0.1)
+    assert cache.layers[0].k_rows.dtype == cache.layers[1].keys.dtype == torch.float32
+
+
 def test_inference_mode_first_does_not_spoil_training() -> None:
     net = model(num_attention_heads=5)  # a size that no other test has: its constants are made here
     with torch.inference_mode():
