@@ -102,11 +102,11 @@ def _run(
     q_blocks, k_blocks, v_blocks = (blocks.split(x).to(state.dtype).contiguous() for x in (q, k, v))
     gain, fade = _advance(k_blocks, v_blocks, log_decay, blocks.lengths)
     starts, last = _scan(state[blocks.order], gain, fade, blocks.active)
-    i = torch.arange(BLOCK, device=q.device)
+    i = torch.arange(blocks.width, device=q.device)
     weight = _decay(log_decay, i[:, None] - i)  # (H, C, C)
     reach = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
     outs = []
-    for first in range(0, BLOCK, ROWS):
+    for first in range(0, blocks.width, ROWS):
         rows, keys = slice(first, first + ROWS), slice(first + ROWS)
         pairs = (q_blocks[:, :, rows], k_blocks[:, :, keys], v_blocks[:, :, keys])
         outs.append(_tile(*pairs, starts, weight[:, rows, keys], reach[:, rows]).to(v.dtype))
@@ -164,13 +164,17 @@ def _scan(state: Tensor, gain: Tensor, fade: Tensor, active: list[int]) -> tuple
 
 @dataclass
 class _Blocks:
-    """How sequences are cut into blocks, longest sequence first, step by step (see `_scan`)."""
+    """How sequences are cut into blocks, longest sequence first, step by step (see `_scan`).
+
+    C is `BLOCK`, or less where every sequence ends within its first block.
+    """
 
     lengths: Tensor  # (K,) rows in each block
     active: list[int]  # blocks in each step
     order: Tensor  # (S,) sequences by falling length
     rows: Tensor | None  # (K, C) row of each position in a packed input, T where there is none
     shape: tuple[int, int]  # (B, T)
+    width: int  # C
 
     @classmethod
     def dense(cls, B: int, T: int, device: torch.device) -> "_Blocks":
@@ -178,7 +182,8 @@ class _Blocks:
         lengths = torch.full((steps, B), BLOCK, device=device)
         if steps:
             lengths[-1] = T - (steps - 1) * BLOCK
-        return cls(lengths.flatten(), [B] * steps, torch.arange(B, device=device), None, (B, T))
+        order = torch.arange(B, device=device)
+        return cls(lengths.flatten(), [B] * steps, order, None, (B, T), _width(T))
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int) -> "_Blocks":
@@ -186,15 +191,17 @@ class _Blocks:
         starts, sizes = bounds[:-1], bounds.diff()
         order = sizes.argsort(descending=True, stable=True)
         starts, sizes = starts[order], sizes[order]
-        steps = -(-int(sizes[0]) // BLOCK) if len(sizes) else 0
+        longest = int(sizes[0]) if len(sizes) else 0
+        steps, width = -(-longest // BLOCK), _width(longest)
         offset = torch.arange(steps)[:, None] * BLOCK
         held = offset < sizes  # (steps, S)
         lengths = (sizes - offset)[held].clamp(max=BLOCK)
         first = (starts + offset)[held]
-        column = torch.arange(BLOCK)
+        column = torch.arange(width)
         rows = torch.where(column < lengths[:, None], first[:, None] + column, T)
         device = cu_seqlens.device
-        return cls(lengths.to(device), held.sum(1).tolist(), order.to(device), rows.to(device), (1, T))
+        active = held.sum(1).tolist()
+        return cls(lengths.to(device), active, order.to(device), rows.to(device), (1, T), width)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, H, D) to blocks (K, H, C, D); positions past a sequence's end hold zeros."""
@@ -202,8 +209,8 @@ class _Blocks:
         if self.rows is not None:
             return pad(x[0], (0, 0, 0, 0, 0, 1))[self.rows].transpose(1, 2)
         steps = len(self.active)
-        x = pad(x, (0, 0, 0, 0, 0, steps * BLOCK - T))
-        return x.unflatten(1, (steps, BLOCK)).permute(1, 0, 3, 2, 4).flatten(0, 1)
+        x = pad(x, (0, 0, 0, 0, 0, steps * self.width - T))
+        return x.unflatten(1, (steps, self.width)).permute(1, 0, 3, 2, 4).flatten(0, 1)
 
     def join(self, blocks: Tensor, like: Tensor) -> Tensor:
         """Blocks (K, H, C, D) back to (B, T, H, D); rows that no sequence holds are zero."""
@@ -215,3 +222,7 @@ class _Blocks:
         steps = len(self.active)
         out = blocks.unflatten(0, (steps, B)).permute(1, 0, 3, 2, 4).flatten(1, 2)
         return out[:, :T]
+
+
+def _width(longest: int) -> int:
+    return min(BLOCK, -(-longest // ROWS) * ROWS)
