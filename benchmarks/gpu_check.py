@@ -20,7 +20,8 @@ from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 from minimax_kernels.backends import available
 from minimax_kernels.lightning.chunked import chunked
 from minimax_kernels.lightning.triton_backward import backward
-from minimax_kernels.lightning.triton_forward import SEGMENT, forward
+from minimax_kernels.lightning.triton_forward import forward
+from minimax_kernels.lightning.triton_segments import SEGMENT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)

@@ -23,7 +23,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from minimax_kernels.lightning import triton_decode, triton_forward
+from minimax_kernels.lightning import triton_decode, triton_forward, triton_segments
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.packing import BLOCK
 
@@ -74,13 +74,13 @@ def compile_all(dtype: str, D: int) -> list[Row]:
     compiled: dict[str, Row] = {}
     call = ""
 
-    def record(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: object) -> None:
+    def record(kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, object]) -> None:
         built = kernel.warmup(grid=grid, **arguments)
         row = measure(built, call, dtype, D)
         compiled.setdefault(built.hash, row)
 
-    triton_forward.launch = triton_decode.launch = record
-    H, T = 2, 2 * triton_forward.SEGMENT
+    triton_forward.launch = triton_segments.launch = triton_decode.launch = record
+    H, T = 2, 2 * triton_segments.SEGMENT
     x = torch.empty(1, T, H, D, dtype=getattr(torch, dtype))
     log_decay, state = torch.zeros(H), torch.empty(1, H, D, D)
     for packed in (None, torch.tensor([0, T], dtype=torch.int32)):

@@ -22,10 +22,11 @@ from minimax_kernels.backends import available
 if not find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from minimax_kernels.lightning import triton_forward
+from minimax_kernels.lightning import triton_segments
 from minimax_kernels.lightning.triton_backward import backward
-from minimax_kernels.lightning.triton_forward import SEGMENT, cut, forward, needs_segments, sweep
+from minimax_kernels.lightning.triton_forward import forward, sweep
 from minimax_kernels.lightning.triton_operator import lightning
+from minimax_kernels.lightning.triton_segments import SEGMENT, cut, needs_segments
 from minimax_kernels.lightning.triton_tile import FLOAT, HALF, Tile
 
 pytestmark = pytest.mark.skipif("triton" not in available(), reason="needs a GPU or Triton's interpreter")
@@ -46,7 +47,7 @@ def by_hand(inputs: LightningInputs, *, segmented: bool) -> dict[str, Tensor]:
 def test_segments_meet_the_definition(
     monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int] | None, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr(triton_forward, "SEGMENT", 128)
+    monkeypatch.setattr(triton_segments, "SEGMENT", 128)
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, spare=5, dtype=dtype, device=device)
     assert_within_budget(by_hand(inputs, segmented=True), inputs)
 
@@ -55,7 +56,7 @@ def test_segments_meet_the_definition(
 def test_segments_differ_from_one_pass_by_rounding_only(
     monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int] | None
 ) -> None:
-    monkeypatch.setattr(triton_forward, "SEGMENT", 128)
+    monkeypatch.setattr(triton_segments, "SEGMENT", 128)
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, device=device)
     whole = by_hand(inputs, segmented=False)
     for name, value in by_hand(inputs, segmented=True).items():
@@ -65,7 +66,7 @@ def test_segments_differ_from_one_pass_by_rounding_only(
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), spare=st.integers(0, 40))
 def test_pieces_tile_every_sequence_in_order(sizes: list[int], spare: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_forward, "SEGMENT", 16)
+        patch.setattr(triton_segments, "SEGMENT", 16)
         cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
         pieces = cut(1, sum(sizes) + spare, cu_seqlens, segmented=True)
     bounds, first = pieces.bounds.tolist(), pieces.first.tolist()

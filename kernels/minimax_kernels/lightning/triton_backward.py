@@ -9,7 +9,8 @@ The state's gradient runs backwards, dstate[t] = outer(q[t], dout[t]) + exp(log_
 
 from torch import Tensor
 
-from .triton_forward import cut, scan, sweep
+from .triton_forward import sweep
+from .triton_segments import cut, scan
 
 
 def backward(

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..packing import BLOCK
-from .triton_forward import launch
+from .triton_launch import launch
 from .triton_tile import fold_block, padded, read_block, tile_for
 
 
@@ -36,47 +36,58 @@ def decode_triton(
         counts.copy_(counts % BLOCK + 1)
         return out
     tile = tile_for(q.dtype, Dk, Dv)
-    position = torch.empty_like(counts)
-    rows = {
-        "k_ptr": k,
-        "v_ptr": v,
-        "k_rows_ptr": k_rows,
-        "v_rows_ptr": v_rows,
-        "counts_ptr": counts,
-        "position_ptr": position,
-        "H": H,
-        "Dk": Dk,
-        "Dv": Dv,
-        "k_strides": (k.stride(0), k.stride(2), k.stride(3)),
-        "v_strides": (v.stride(0), v.stride(2), v.stride(3)),
-        "k_rows_strides": k_rows.stride(),
-        "v_rows_strides": v_rows.stride(),
-        "counts_stride": counts.stride(0),
-        "BLOCK": BLOCK,
-        "BK": padded(Dk),
-    }
-    launch(
-        replay_kernel,
-        (B * H * triton.cdiv(Dv, tile.BV),),
+    shared = dict(
+        k_ptr=k,
+        v_ptr=v,
+        k_rows_ptr=k_rows,
+        v_rows_ptr=v_rows,
+        counts_ptr=counts,
+        position_ptr=torch.empty_like(counts),
+        H=H,
+        Dk=Dk,
+        Dv=Dv,
+        k_strides=_without_time(k),
+        v_strides=_without_time(v),
+        k_rows_strides=k_rows.stride(),
+        v_rows_strides=v_rows.stride(),
+        counts_stride=counts.stride(0),
+        BLOCK=BLOCK,
+        BK=padded(Dk),
+    )
+    replay = dict(
         q_ptr=q,
         out_ptr=out,
         log_decay_ptr=log_decay.contiguous(),
         state_ptr=state,
-        q_strides=(q.stride(0), q.stride(2), q.stride(3)),
+        q_strides=_without_time(q),
         state_strides=state.stride(),
         C=tile.C,
         BV=tile.BV,
         num_warps=tile.warps,
         num_stages=1,
-        **rows,
     )
-    launch(append_kernel, (B * H,), BV=padded(Dv), num_warps=1, **rows)
+    launch(replay_kernel, (B * H * triton.cdiv(Dv, tile.BV),), shared | replay)
+    launch(append_kernel, (B * H,), shared | dict(BV=padded(Dv), num_warps=1))
     return out
 
 
 @decode_triton.register_fake
-def _(q, k, v, log_decay, state, k_rows, v_rows, counts):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    k_rows: Tensor,
+    v_rows: Tensor,
+    counts: Tensor,
+) -> Tensor:
     return v.new_empty(v.shape)
+
+
+def _without_time(x: Tensor) -> tuple[int, int, int]:
+    """Strides over batch, head and column of a (B, 1, H, D) tensor."""
+    return x.stride(0), x.stride(2), x.stride(3)
 
 
 @triton.jit

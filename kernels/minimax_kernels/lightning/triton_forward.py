@@ -5,29 +5,14 @@ and heads make programs enough, a piece is a whole sequence. Otherwise it is a s
 what each segment adds to the state, a scan turns that into first states, a second sweep writes the rows.
 """
 
-from contextvars import copy_context
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from .triton_launch import launch
+from .triton_segments import Pieces, cut, find_piece, needs_segments, scan
 from .triton_tile import Tile, fold_block, padded, read_block, tile_for
-
-SEGMENT = 4096  # positions; its first state is then 1 part in 48 of the q, k, v it stands for (D = 128, bf16)
-ENOUGH = 264  # programs: two on each of the 132 SMs of an H100 or H200
-
-
-@dataclass(frozen=True)
-class Pieces:
-    """Rows [start, end) of every piece: segments of equal length, or neighbours in a packed row."""
-
-    count: int
-    length: int  # dense: positions in a piece (the last of a row may be shorter)
-    per_row: int  # dense: pieces in one batch row
-    bounds: Tensor | None = None  # packed: (count + 1,)
-    first: Tensor | None = None  # packed segments: (S + 1,) first piece of each sequence
 
 
 def forward(
@@ -58,30 +43,6 @@ def forward(
     return out, last, starts
 
 
-def needs_segments(q: Tensor, v: Tensor, S: int) -> bool:
-    """Whether one program for each sequence, head and column tile leaves the GPU idle; by shape alone."""
-    _, T, H, Dk = q.shape
-    columns = triton.cdiv(v.shape[3], tile_for(q.dtype, Dk, v.shape[3]).BV)
-    return T > SEGMENT and 0 < S * H * columns < ENOUGH
-
-
-def cut(B: int, T: int, cu_seqlens: Tensor | None, segmented: bool) -> Pieces:
-    """Pieces of a dense or packed call, without reading a value back from the GPU."""
-    if cu_seqlens is None:
-        per_row = max(1, triton.cdiv(T, SEGMENT)) if segmented else 1
-        return Pieces(count=B * per_row, length=SEGMENT if segmented else T, per_row=per_row)
-    S = len(cu_seqlens) - 1
-    if not segmented:
-        return Pieces(count=S, length=0, per_row=1, bounds=cu_seqlens)
-    bounds = cu_seqlens.to(torch.int64)
-    first = torch.nn.functional.pad(((bounds.diff() + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))  # (S + 1,)
-    count = T // SEGMENT + S  # no packing has more; pieces that are left over are empty
-    piece = torch.arange(count + 1, device=bounds.device)
-    owner = (torch.searchsorted(first, piece, right=True) - 1).clamp(max=S - 1)
-    start = bounds[owner] + (piece - first[owner]) * SEGMENT
-    return Pieces(count, SEGMENT, 1, bounds=torch.minimum(start, bounds[owner + 1]), first=first)
-
-
 def sweep(
     q: Tensor | None,
     k: Tensor,
@@ -107,91 +68,27 @@ def sweep(
     last = torch.empty(pieces.count, H, Dk, Dv, device=v.device) if want_last else None
     programs = pieces.count * H * triton.cdiv(Dv, tile.BV)
     if programs:
-        launch(
-            sweep_kernel,
-            (programs,),
-            q_ptr=q,
-            k_ptr=k,
-            v_ptr=v,
-            out_ptr=out,
-            log_decay_ptr=log_decay,
-            state_ptr=state,
-            last_ptr=last,
-            bounds_ptr=pieces.bounds,
-            T=T,
-            H=H,
-            Dk=Dk,
-            Dv=Dv,
-            length=pieces.length,
-            per_row=pieces.per_row,
-            q_strides=(0, 0, 0) if q is None else q.stride()[:3],
-            k_strides=k.stride()[:3],
-            v_strides=v.stride()[:3],
-            out_strides=(0, 0, 0) if out is None else out.stride()[:3],
-            C=tile.C,
-            BK=padded(Dk),
-            BV=tile.BV,
-            REVERSE=reverse,
-            TRANSPOSED=transposed,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
-        )
+        arguments = dict(
+            q_ptr=q, k_ptr=k, v_ptr=v, out_ptr=out, log_decay_ptr=log_decay, state_ptr=state, last_ptr=last,
+            bounds_ptr=pieces.bounds, T=T, H=H, Dk=Dk, Dv=Dv, length=pieces.length, per_row=pieces.per_row,
+            q_strides=_outer(q), k_strides=_outer(k), v_strides=_outer(v), out_strides=_outer(out),
+            C=tile.C, BK=padded(Dk), BV=tile.BV, REVERSE=reverse, TRANSPOSED=transposed,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        launch(sweep_kernel, (programs,), arguments)
     if out is not None and pieces.bounds is not None:
         clear_tail(out, pieces.bounds)
     return out, last
 
 
-def scan(
-    gain: Tensor,
-    log_decay: Tensor,
-    pieces: Pieces,
-    T: int,
-    S: int,
-    *,
-    state: Tensor | None,
-    reverse: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """First states of the pieces, from what each adds, and the last state of each sequence."""
-    _, H, Dk, Dv = gain.shape
-    starts = torch.empty_like(gain)
-    last = torch.empty(S, H, Dk, Dv, device=gain.device)
-    launch(
-        scan_kernel,
-        (S * H * triton.cdiv(Dk * Dv, 512),),
-        gain_ptr=gain,
-        starts_ptr=starts,
-        log_decay_ptr=log_decay,
-        state_ptr=state,
-        last_ptr=last,
-        bounds_ptr=pieces.bounds,
-        first_ptr=pieces.first,
-        T=T,
-        H=H,
-        size=Dk * Dv,
-        length=pieces.length,
-        per_row=pieces.per_row,
-        BLOCK=512,
-        REVERSE=reverse,
-        num_warps=4,
-    )
-    return starts, last
-
-
 def clear_tail(out: Tensor, bounds: Tensor) -> None:
     """Zero the rows that no sequence holds."""
     _, T, H, D = out.shape
-    launch(
-        clear_tail_kernel,
-        (triton.cdiv(T, 64),),
-        out_ptr=out,
-        bounds_ptr=bounds,
-        pieces=len(bounds) - 1,
-        T=T,
-        row=H * D,
-        ROWS=64,
-        COLUMNS=256,
+    arguments = dict(
+        out_ptr=out, bounds_ptr=bounds, pieces=len(bounds) - 1, T=T, row=H * D, ROWS=64, COLUMNS=256,
         num_warps=4,
-    )
+    )  # fmt: skip
+    launch(clear_tail_kernel, (triton.cdiv(T, 64),), arguments)
 
 
 def mappable(x: Tensor) -> Tensor:
@@ -202,16 +99,9 @@ def mappable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def launch(kernel: triton.JITFunction, grid: tuple[int, ...], **arguments: object) -> None:
-    """Launch on the tensors' device, with memory for descriptors; no global setting of Triton changes."""
-    tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
-
-    def run() -> None:
-        triton.set_allocator(lambda size, _alignment, _stream: tensor.new_empty(size, dtype=torch.int8))
-        kernel[grid](**arguments)
-
-    with torch.cuda.device_of(tensor):
-        copy_context().run(run)
+def _outer(x: Tensor | None) -> tuple[int, int, int]:
+    """Strides over batch, time and head."""
+    return (0, 0, 0) if x is None else x.stride()[:3]
 
 
 @triton.jit(do_not_specialize=["T", "H", "length", "per_row"])
@@ -279,20 +169,6 @@ def sweep_kernel(
 
 
 @triton.jit
-def find_piece(bounds_ptr, piece, T, length, per_row):
-    """Batch row, first position and number of rows of a piece."""
-    if bounds_ptr is None:
-        b = piece // per_row
-        start = piece % per_row * length
-        end = tl.minimum(start + length, T)
-    else:
-        b = piece * 0
-        start = tl.load(bounds_ptr + piece).to(tl.int64)
-        end = tl.load(bounds_ptr + piece + 1).to(tl.int64)
-    return b, start, (end - start).to(tl.int32)
-
-
-@triton.jit
 def map_rows(ptr, strides, b, start, h, rows, D, C: tl.constexpr, BD: tl.constexpr):
     """Descriptor of the rows of one piece and head, (rows, D) in tiles of (C, BD)."""
     base = ptr + b * strides[0] + start * strides[1] + h.to(tl.int64) * strides[2]
@@ -303,50 +179,6 @@ def map_rows(ptr, strides, b, start, h, rows, D, C: tl.constexpr, BD: tl.constex
 @triton.jit
 def map_matrix(ptr, rows, columns, BR: tl.constexpr, BC: tl.constexpr):
     return tl.make_tensor_descriptor(ptr, [rows, columns], [columns, 1], [BR, BC])
-
-
-@triton.jit(do_not_specialize=["T", "H", "length", "per_row"])
-def scan_kernel(
-    gain_ptr,
-    starts_ptr,
-    log_decay_ptr,
-    state_ptr,
-    last_ptr,
-    bounds_ptr,
-    first_ptr,
-    T,
-    H,
-    size,
-    length,
-    per_row,
-    BLOCK: tl.constexpr,
-    REVERSE: tl.constexpr,
-):
-    """BLOCK entries of one sequence's state: walk over its pieces, keep the state before each."""
-    tiles = tl.cdiv(size, BLOCK)
-    program = tl.program_id(0)
-    entry = program % tiles * BLOCK + tl.arange(0, BLOCK)
-    h = program // tiles % H
-    s = (program // tiles // H).to(tl.int64)
-    inside = entry < size
-    if first_ptr is None:
-        first = s * per_row
-        count = per_row
-    else:
-        first = tl.load(first_ptr + s)
-        count = (tl.load(first_ptr + s + 1) - first).to(tl.int32)
-    rate = tl.load(log_decay_ptr + h).to(tl.float32) * 1.4426950408889634
-    state = tl.zeros((BLOCK,), tl.float32)
-    if state_ptr is not None:
-        state = tl.load(state_ptr + (s * H + h) * size + entry, mask=inside, other=0.0)
-    for n in range(count):
-        piece = first + (count - 1 - n if REVERSE else n)
-        _, _, rows = find_piece(bounds_ptr, piece, T, length, per_row)
-        offset = (piece * H + h) * size + entry
-        gain = tl.load(gain_ptr + offset, mask=inside, other=0.0)
-        tl.store(starts_ptr + offset, state, mask=inside)
-        state = state * tl.exp2(rate * rows) + gain
-    tl.store(last_ptr + (s * H + h) * size + entry, state, mask=inside)
 
 
 @triton.jit(do_not_specialize=["pieces", "T"])

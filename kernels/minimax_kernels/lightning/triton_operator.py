@@ -2,10 +2,12 @@
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 
 from .triton_backward import backward
-from .triton_forward import SEGMENT, forward, needs_segments
+from .triton_forward import forward
+from .triton_segments import SEGMENT, needs_segments
 
 
 def lightning_triton(
@@ -32,7 +34,9 @@ def lightning(
 
 
 @lightning.register_fake
-def _(q, k, v, log_decay, state, cu_seqlens):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, Dk = q.shape
     Dv = v.shape[3]
     S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -66,19 +70,31 @@ def lightning_backward(
 
 
 @lightning_backward.register_fake
-def _(q, k, v, log_decay, state, starts, cu_seqlens, dout, dlast):
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor | None,
+    starts: Tensor,
+    cu_seqlens: Tensor | None,
+    dout: Tensor,
+    dlast: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dstate = torch.empty(0 if state is None else state.shape, dtype=torch.float32, device=q.device)
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dstate
 
 
-def _save(ctx, inputs, output):
+def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, log_decay, state, cu_seqlens = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_decay, state, output[2], cu_seqlens)
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(ctx, dout, dlast, _):
+def _differentiate(
+    ctx: FunctionCtx, dout: Tensor | None, dlast: Tensor | None, _: None
+) -> tuple[Tensor | None, ...]:
     q, k, v, log_decay, state, starts, cu_seqlens = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(v)
