@@ -98,6 +98,7 @@ def passkey_table(rows: list[Row]) -> str:
     losses = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "loss"])}
     times = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "time"])}
     lines.append(["training loss, nats a digit", "", *(f"{losses[side].p50:.3f}" for side in sides)])
+    lines.append(["training steps", "", *(f"{losses[side].rounds // seeds:,}" for side in sides)])
     lines.append(["training, one core", "", *(f"{times[side].p50:.0f} s" for side in sides)])
     return markdown(head, lines)
 
@@ -126,7 +127,8 @@ def provenance(rows: list[Row]) -> str:
     last = max(rows, key=lambda row: row.date)
     commits = sorted({row.commit for row in rows})
     return (
-        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, {last.threads} threads, torch "
+        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, "
+        f"{last.threads} thread{'s' * (last.threads != 1)}, torch "
         f"{last.torch}, "
         f"transformers {last.transformers}, commit {', '.join(commits)}."
     )
