@@ -9,6 +9,7 @@ figures for the GPUs (dense, SXM); `this_cpu()` measures the machine it runs on.
 import os
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -114,7 +115,7 @@ def cpu_name() -> str:
     return f"{name}, {os.cpu_count()} cores"
 
 
-def _fastest(work, repeats: int) -> float:
+def _fastest(work: Callable[[], object], repeats: int) -> float:
     work()
     seconds = []
     for _ in range(repeats):

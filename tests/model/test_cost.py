@@ -19,7 +19,7 @@ from minimax_hybrid.cost import (
     weight_bytes,
 )
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
-from minimax_hybrid.roofline import DEVICES, Device, decode_bound, prefill_bound
+from minimax_hybrid.roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 REFERENCE = json.loads((GOLDENS / "flops_reference.json").read_text())
@@ -208,6 +208,15 @@ def test_the_roofline_is_the_larger_time_and_divides_over_devices():
         assert two.seconds == pytest.approx(compute.seconds / 2)
     work = 1000 * flops(config, 1000, "prefill").total
     assert prefill_bound(config, 1000, slow_compute, dtype="float32").seconds == pytest.approx(work / 1e6)
+
+
+def test_this_machine_is_measured():
+    machine = this_cpu(size=256, repeats=2)
+    assert machine.name.endswith(" cores") and machine.memory > 2**28
+    assert all(1e8 < rate < 1e14 for rate in (machine.peak("float32"), machine.peak("bfloat16")))
+    assert 1e8 < machine.bytes_per_second < 1e13
+    config = MiniMaxM1Config.tiny()
+    assert 0 < decode_bound(config, 100, machine, dtype="float32").seconds < 1
 
 
 def test_a_decode_step_reads_no_more_than_all_experts_and_no_less_than_the_chosen():
