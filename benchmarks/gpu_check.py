@@ -25,7 +25,7 @@ from minimax_kernels.lightning.triton_segments import SEGMENT
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
-ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 1e-5}  # relative, in the norm
+ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-5}  # see `relative`
 DECAYS = (0.0, 0.004, 0.917004, 5.0, 50.0)
 
 
@@ -49,8 +49,10 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
     return torch.randn(*shape, generator=rng, device=device()).to(dtype)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+def relative(found: Tensor, expected: Tensor, *, heads: int = 2) -> float:
+    """The largest error of a head relative to that head; `heads` is the dimension they lie on."""
+    found, expected = (x.double().movedim(heads, 0).flatten(1) for x in (found, expected))
+    return float(((found - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)).max())
 
 
 def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
@@ -75,7 +77,9 @@ def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
             kind = f"{name}, D = {D}, {packing}, {'segments' if segmented else 'one pass'}"
             results = {"out": out, "last": last, "dq": dq, "dk": dk, "dv": dv, "dstate": dstate}
             for key, value in results.items():
-                found.append(Finding(f"{key}: {kind}", relative(value, exact[key]), ALLOWED[dtype]))
+                heads = 1 if key in ("last", "dstate") else 2
+                error = relative(value, exact[key], heads=heads)
+                found.append(Finding(f"{key}: {kind}", error, ALLOWED[dtype]))
     return found
 
 
@@ -155,8 +159,8 @@ def many_programs(S: int = 1100, H: int = 64, D: int = 16) -> list[Finding]:
     state = torch.zeros(S, H, D, D, device=device())
     expected = chunked(q.float(), k.float(), v.float(), log_decay, state, cu_seqlens)
     return [
-        Finding(f"{name}: {S} sequences of {H} heads", relative(a, b), 2e-2)
-        for name, a, b in zip(("out", "last"), found, expected, strict=True)
+        Finding(f"{name}: {S} sequences of {H} heads", relative(a, b, heads=heads), 2e-2)
+        for name, heads, a, b in zip(("out", "last"), (2, 1), found, expected, strict=True)
     ]
 
 
@@ -203,7 +207,7 @@ def findings(*, small: bool) -> Iterator[Finding]:
         yield from graph_and_compiler(B=1, H=1, D=16)
         return
     jobs = [(dtype, D) for dtype in DTYPES for D in WIDTHS]
-    with ProcessPoolExecutor(8, mp_context=get_context("spawn")) as pool:  # compiling is the slow part
+    with ProcessPoolExecutor(12, mp_context=get_context("spawn")) as pool:  # compiling is the slow part
         for group in pool.map(_both, *zip(*jobs, strict=True)):
             yield from group
     yield from fused_views()

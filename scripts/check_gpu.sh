@@ -34,5 +34,5 @@ if [ -n "$wheels" ]; then
         fla-core flash-linear-attention einops ||
         echo "check_gpu.sh: the peers could not be installed from $wheels; going on without them" >&2
 fi
-timeout 240 "$python" -m benchmarks.gpu_check
-[ -z "$time" ] || timeout 330 "$python" -m benchmarks.gpu_lightning --seconds 270
+timeout 290 "$python" -m benchmarks.gpu_check
+[ -z "$time" ] || timeout 290 "$python" -m benchmarks.gpu_lightning --seconds 240
