@@ -10,7 +10,7 @@ import random
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from minimax_hybrid.rl.tasks import Problem, addition, draw, held_out
+from minimax_hybrid.rl.tasks import Problem, addition, draw
 
 SPECIAL = {
     "pad_token": "<pad>",
@@ -71,24 +71,17 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def training_addition(rng: random.Random, digits: int, *, kept: float = 1.0) -> Problem:
-    """An addition that is not held out; below 1, `kept` is the share of one summand's digits that are not
-    made zero.
+def training_addition(rng: random.Random, digits: int) -> Problem:
+    """An addition that is not held out."""
+    return draw(addition, rng, difficulty=digits, count=1)[0]
 
-    `47+30=77` teaches where a digit stands and how to copy it before `47+35=82` asks for sums: on full
-    additions alone the model stays at guessing all but the leading digit for long.
+
+def worked(problem: Problem) -> str:
+    """`12+34=` -> `[64]46`: the digits from the ones up, as carries arise, then the answer.
+
+    Without the working a model of this size stays at guessing all but the leading digit for long.
     """
-    while True:
-        problem = draw(addition, rng, difficulty=digits, count=1)[0]
-        if kept == 1.0:
-            return problem
-        summands = problem.prompt[:-1].split("+")
-        i = rng.randrange(2)
-        summands[i] = str(int("".join(d if rng.random() < kept else "0" for d in summands[i])))
-        answer = str(sum(map(int, summands)))
-        problem = Problem(f"{'+'.join(summands)}=", answer.__eq__, r"\d+", answer)
-        if not held_out(problem):
-            return problem
+    return f"[{problem.answer[::-1]}]{problem.answer}"
 
 
 def document(rng: random.Random) -> str:
@@ -105,7 +98,7 @@ def chat(rng: random.Random) -> list[dict[str, str]]:
     problem = training_addition(rng, rng.randint(1, 2))
     question, answer = rng.choice(
         (
-            (f"What is {problem.prompt[:-1]}?", f"{problem.prompt}{problem.answer}"),
+            (f"What is {problem.prompt[:-1]}?", f"{problem.prompt}{worked(problem)}"),
             (f"Tell me about the {animal}.", about_animal(rng, animal)),
             (f"Where does {_a(animal)} live?", f"{one} lives {home}."),
             (f"What does {_a(animal)} eat?", f"{one} eats {food}."),
@@ -175,7 +168,7 @@ def sums(rng: random.Random) -> str:
         (
             f"{a} plus {b} is {problem.answer}.",
             f"{name} has {a} {things} and finds {b} more. Now {name} has {problem.answer} {things}.",
-            f"{name} writes {problem.prompt}{problem.answer} on the board.",
+            f"{name} writes {problem.prompt}{worked(problem)} on the board.",
         )
     )
 

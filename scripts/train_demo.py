@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from demo_corpus import build_tokenizer, chat, document, training_addition
+from demo_corpus import build_tokenizer, chat, document, training_addition, worked
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
@@ -37,7 +37,6 @@ class Stage:
     Args:
         texts: documents and chats in a batch.
         additions: additions in a batch.
-        kept: shares of digits that are not made zero, one drawn for each addition.
         warmup: steps in which the learning rate rises to `peak`; it then falls along a cosine to `final`.
     """
 
@@ -45,7 +44,6 @@ class Stage:
     steps: int
     texts: int
     additions: int
-    kept: tuple[float, ...]
     warmup: int
     peak: float
     final: float
@@ -57,10 +55,8 @@ class Stage:
         return self.final + (self.peak - self.final) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-PRETRAINING = Stage(
-    "pretraining", 450, texts=12, additions=96, kept=(0.25, 0.5, 1.0), warmup=50, peak=2e-3, final=1e-3
-)
-COLD_START = Stage("cold start", 1500, texts=4, additions=128, kept=(1.0,), warmup=20, peak=1e-3, final=2e-4)
+PRETRAINING = Stage("pretraining", 300, texts=12, additions=64, warmup=40, peak=3e-3, final=3e-3)
+COLD_START = Stage("cold start", 1000, texts=4, additions=64, warmup=1, peak=3e-3, final=2e-4)
 
 
 def demo_config(tokenizer: PreTrainedTokenizerFast) -> MiniMaxM1Config:
@@ -93,12 +89,12 @@ class Corpus:
         rows = [self.pool.pop() for _ in range(count)]
         return self._padded(rows, rows)
 
-    def additions(self, count: int, kept: tuple[float, ...]) -> tuple[Tensor, Tensor]:
-        """Rows `12+34=46<eos>`; only the answers are to be learnt, the summands are chance."""
+    def additions(self, count: int) -> tuple[Tensor, Tensor]:
+        """Rows `12+34=[64]46<eos>`; only the answers are to be learnt, the summands are chance."""
         rows, labels = [], []
         for _ in range(count):
-            problem = training_addition(self.rng, self.rng.choice((1, 2, 2, 2)), kept=self.rng.choice(kept))
-            prompt, answer = self._ids(problem.prompt), self._ids(problem.answer, end=True)
+            problem = training_addition(self.rng, self.rng.choice((1, 2, 2, 2)))
+            prompt, answer = self._ids(problem.prompt), self._ids(worked(problem), end=True)
             rows.append(prompt + answer)
             labels.append([IGNORED] * len(prompt) + answer)
         return self._padded(rows, labels)
@@ -128,7 +124,7 @@ def train(model: MiniMaxM1ForCausalLM, corpus: Corpus, stage: Stage) -> Iterator
         record = {"step": step + 1}
         batches = {
             "text": corpus.texts(stage.texts),
-            "addition": corpus.additions(stage.additions, stage.kept),
+            "addition": corpus.additions(stage.additions),
         }
         for name, (tokens, labels) in batches.items():
             out = model(tokens, labels=labels, use_cache=False, output_router_logits=True)
@@ -162,7 +158,7 @@ def accuracy(
     for first in range(0, len(problems), 250):
         part = problems[first : first + 250]
         prompts = tokenizer([problem.prompt for problem in part], padding=True, return_tensors="pt")
-        tokens = model.generate(**prompts, **choice, max_new_tokens=DIGITS + 2)
+        tokens = model.generate(**prompts, **choice, max_new_tokens=2 * DIGITS + 5)
         answers = tokenizer.batch_decode(tokens[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
         right += sum(problem.reward(answer) for problem, answer in zip(part, answers, strict=True))
     model.train(was_training)
@@ -246,8 +242,9 @@ def card(
             f"{model.config.num_experts_per_tok}, one token a character. Weights in bfloat16, routers in "
             "float32. It was trained from nothing, on one CPU core, on text that the script itself writes: "
             "short sentences about animals, numbers and days, questions and answers, and additions `12+34=` "
-            "answered by `46`. Training on additions stopped early on purpose, so that reinforcement "
-            "learning starts where there is something to gain.",
+            "answered by `[64]46`: in brackets the digits from the ones up, as they are added. Training on "
+            "additions stopped early on purpose, so that reinforcement learning starts where there is "
+            "something to gain.",
             "",
             f"    python scripts/train_demo.py --seed {args.seed} --stop-at {args.stop_at}"
             f"{' --quick' if args.quick else ''} --out minimax_hybrid/demo",

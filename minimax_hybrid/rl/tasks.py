@@ -47,11 +47,14 @@ class Problem:
 
 
 def addition(rng: random.Random, digits: int) -> Problem:
-    """`12+34=` -> `46`. The dial is the number of digits that a summand may have."""
+    """`12+34=` -> `46`. The dial is the number of digits that a summand may have.
+
+    Digits in brackets before the answer, `[64]46`, are the model's own working and are not graded.
+    """
     _check_dial("digits", digits, 1, 1000)
     a, b = rng.randrange(10**digits), rng.randrange(10**digits)
     answer = str(a + b)
-    return Problem(f"{a}+{b}=", lambda response: response == answer, r"\d+", answer)
+    return Problem(f"{a}+{b}=", lambda response: response.split("]")[-1] == answer, r"(\[\d*\])?\d+", answer)
 
 
 def cipher(rng: random.Random, length: int) -> Problem:

@@ -30,6 +30,15 @@ def test_the_form_alone_earns_the_format_reward() -> None:
     assert half.reward("anything\nat all", format_reward=0.2) == pytest.approx(0.6)
 
 
+def test_working_in_brackets_before_a_sum_is_not_graded() -> None:
+    problem = addition(random.Random(0), 2)
+    for working in ("[]", "[99]", f"[{problem.answer[::-1]}]"):
+        assert problem.reward(working + problem.answer) == 1.0
+        assert problem.reward(working + problem.answer + "0") == 0.0
+    for malformed in (f"[{problem.answer}", f"[{problem.answer}]", f"[1][2]{problem.answer}"):
+        assert problem.reward(malformed, format_reward=0.1) == 0.0
+
+
 def test_addition_adds() -> None:
     for seed in range(20):
         problem = addition(random.Random(seed), 4)
