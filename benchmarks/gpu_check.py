@@ -21,7 +21,7 @@ from minimax_kernels.backends import available
 from minimax_kernels.lightning.chunked import chunked
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward
-from minimax_kernels.lightning.triton_segments import SEGMENT
+from minimax_kernels.lightning.triton_segments import SEGMENTS
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
@@ -60,7 +60,7 @@ def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
     found = []
     name = str(dtype).removeprefix("torch.")
     H = 2 if small else len(DECAYS)
-    T = 150 if small else SEGMENT + 200
+    T = 150 if small else SEGMENTS[-1] + 200
     log_decay = -torch.tensor(DECAYS[-H:] if not small else DECAYS[1:3], device=device())
     for packing in ("dense", "packed"):
         S, cu_seqlens = 1, None
@@ -70,11 +70,11 @@ def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
         q, k, v, dout = (normal(1, T, H, D, dtype=dtype, seed=seed) * D**-0.25 for seed in range(4))
         state, dlast = (normal(S, H, D, D, seed=seed) for seed in (4, 5))
         exact = exact_results(q, k, v, log_decay, state, cu_seqlens, dout, dlast)
-        for segmented in (False, True):
+        for segment in (0, 64 if small else SEGMENTS[-1]):
             args = q, k, v, log_decay, state
-            out, last, starts = forward(*args, cu_seqlens, segmented=segmented)
-            dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, dout, dlast)
-            kind = f"{name}, D = {D}, {packing}, {'segments' if segmented else 'one pass'}"
+            out, last, starts = forward(*args, cu_seqlens, segment=segment)
+            dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, dout, dlast, segment=segment)
+            kind = f"{name}, D = {D}, {packing}, {'segments' if segment else 'one pass'}"
             results = {"out": out, "last": last, "dq": dq, "dk": dk, "dv": dv, "dstate": dstate}
             for key, value in results.items():
                 heads = 1 if key in ("last", "dstate") else 2

@@ -80,20 +80,20 @@ def compile_all(dtype: str, D: int) -> list[Row]:
         compiled.setdefault(built.hash, row)
 
     triton_forward.launch = triton_segments.launch = triton_decode.launch = record
-    H, T = 2, 2 * triton_segments.SEGMENT
+    H, T = 2, 2 * triton_segments.SEGMENTS[0]
     x = torch.empty(1, T, H, D, dtype=getattr(torch, dtype))
     log_decay, state = torch.zeros(H), torch.empty(1, H, D, D)
     for packed in (None, torch.tensor([0, T], dtype=torch.int32)):
-        for segmented in (False, True):
+        for segment in (0, triton_segments.SEGMENTS[0]):
             for memory in (None, state):
                 name = " ".join(
-                    ["packed" if packed is not None else "dense", "segments" if segmented else "one pass"]
+                    ["packed" if packed is not None else "dense", "segments" if segment else "one pass"]
                     + ["from zero"] * (memory is None)
                 )
                 call = f"forward, {name}"
-                _, _, starts = triton_forward.forward(x, x, x, log_decay, memory, packed, segmented=segmented)
+                _, _, starts = triton_forward.forward(x, x, x, log_decay, memory, packed, segment=segment)
                 call = f"backward, {name}"
-                backward(x, x, x, log_decay, memory, starts, packed, x, memory)
+                backward(x, x, x, log_decay, memory, starts, packed, x, memory, segment=segment)
     call = "decode"
     rows = torch.empty(1, BLOCK, H, D, dtype=x.dtype)
     one = x[:, :1]

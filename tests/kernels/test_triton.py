@@ -22,53 +22,44 @@ from minimax_kernels.backends import available
 if not find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
 
-from minimax_kernels.lightning import triton_segments
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward, sweep
 from minimax_kernels.lightning.triton_operator import lightning
-from minimax_kernels.lightning.triton_segments import SEGMENT, cut, needs_segments
+from minimax_kernels.lightning.triton_segments import cut, segment_length
 from minimax_kernels.lightning.triton_tile import FLOAT, HALF, Tile
 
 pytestmark = pytest.mark.skipif("triton" not in available(), reason="needs a GPU or Triton's interpreter")
 TILES = sorted({*HALF.values(), *FLOAT.values()}, key=repr)
 
 
-def by_hand(inputs: LightningInputs, *, segmented: bool) -> dict[str, Tensor]:
+def by_hand(inputs: LightningInputs, *, segment: int) -> dict[str, Tensor]:
     """Forward and backward below the operator, where the cut into segments can be chosen."""
     state, cu_seqlens = inputs.state, inputs.cu_seqlens
     args = inputs.q, inputs.k, inputs.v, inputs.log_decay, state
-    out, last, starts = forward(*args, cu_seqlens, segmented=segmented)
-    dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, inputs.dout, inputs.dlast)
+    out, last, starts = forward(*args, cu_seqlens, segment=segment)
+    dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, inputs.dout, inputs.dlast, segment=segment)
     return {"out": out, "last": last, "dq": dq, "dk": dk, "dv": dv, "dstate": dstate}
 
 
 @pytest.mark.parametrize("lengths", [None, [300, 0, 128, 1, 129, 0]], ids=["dense", "packed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_segments_meet_the_definition(
-    monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int] | None, dtype: torch.dtype
-) -> None:
-    monkeypatch.setattr(triton_segments, "SEGMENT", 128)
+def test_segments_meet_the_definition(device: str, lengths: list[int] | None, dtype: torch.dtype) -> None:
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, spare=5, dtype=dtype, device=device)
-    assert_within_budget(by_hand(inputs, segmented=True), inputs)
+    assert_within_budget(by_hand(inputs, segment=128), inputs)
 
 
 @pytest.mark.parametrize("lengths", [None, [300, 0, 131]], ids=["dense", "packed"])
-def test_segments_differ_from_one_pass_by_rounding_only(
-    monkeypatch: pytest.MonkeyPatch, device: str, lengths: list[int] | None
-) -> None:
-    monkeypatch.setattr(triton_segments, "SEGMENT", 128)
+def test_segments_differ_from_one_pass_by_rounding_only(device: str, lengths: list[int] | None) -> None:
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, device=device)
-    whole = by_hand(inputs, segmented=False)
-    for name, value in by_hand(inputs, segmented=True).items():
+    whole = by_hand(inputs, segment=0)
+    for name, value in by_hand(inputs, segment=128).items():
         assert (value - whole[name]).norm() <= 2e-7 * whole[name].norm(), name
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), spare=st.integers(0, 40))
 def test_pieces_tile_every_sequence_in_order(sizes: list[int], spare: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_segments, "SEGMENT", 16)
-        cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
-        pieces = cut(1, sum(sizes) + spare, cu_seqlens, segmented=True)
+    cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
+    pieces = cut(1, sum(sizes) + spare, cu_seqlens, 16)
     bounds, first = pieces.bounds.tolist(), pieces.first.tolist()
     assert len(bounds) == pieces.count + 1 and bounds[-1] == sum(sizes)
     for s, size in enumerate(sizes):
@@ -82,11 +73,30 @@ def test_pieces_tile_every_sequence_in_order(sizes: list[int], spare: int) -> No
 
 @pytest.mark.parametrize(
     ("T", "H", "S", "wanted"),
-    [(1 << 20, 8, 1, True), (1 << 20, 64, 1, True), (SEGMENT, 8, 1, False), (1 << 15, 64, 8, False)],
+    [
+        (1 << 20, 8, 1, 4096),
+        (1 << 14, 64, 1, 4096),
+        (1 << 15, 8, 1, 1024),
+        (2048, 8, 1, 0),
+        (1 << 15, 64, 8, 0),
+    ],
 )
-def test_segments_are_chosen_by_shape_alone(T: int, H: int, S: int, wanted: bool) -> None:
+def test_segments_are_chosen_by_shape_alone(T: int, H: int, S: int, wanted: int) -> None:
     x = torch.empty(1, T, H, 128, dtype=torch.bfloat16, device="meta")
-    assert needs_segments(x, x, S) is wanted
+    assert segment_length(x, x, S) == wanted
+
+
+@pytest.mark.parametrize("lengths", [None, [4000, 100]], ids=["dense", "packed"])
+def test_a_long_call_of_few_heads_takes_segments_by_itself(device: str, lengths: list[int] | None) -> None:
+    inputs = lightning_inputs(
+        B=1, T=4100, H=1, lengths=lengths, log_decay=[-0.01], dtype=torch.bfloat16, device=device
+    )
+    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.state, inputs.cu_seqlens
+    assert lightning(*args)[2].shape[0] >= 5
+    torch.library.opcheck(lightning, args, test_utils="test_faketensor")
+    expected = backend_results(inputs.to(torch.float32), "chunked")
+    for name, value in backend_results(inputs, "triton").items():
+        assert (value - expected[name]).norm() <= 2e-2 * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -100,7 +110,7 @@ def test_every_tile_gives_the_same_rows(device: str, tile: Tile, dtype: torch.dt
         *(x.float() for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, state=inputs.state
     )
     found = sweep(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(1, T, None, False),
+        inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(1, T, None, 0),
         state=inputs.state, want_last=True, tile=tile,
     )  # fmt: skip
     allowed = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
@@ -113,7 +123,7 @@ def test_a_full_tile_is_as_exact_as_float32_when_its_operands_are(device: str) -
     if device == "cuda":
         pytest.skip("float32 is not offered with this tile")
     inputs = lightning_inputs(B=2, T=200, H=2, Dk=32, Dv=32, device=device)
-    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(2, 200, None, False)
+    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(2, 200, None, 0)
     found = sweep(*args, state=inputs.state, want_last=True, tile=HALF[128])
     expected = exact_results(inputs)
     for value, name in zip(found, ("out", "last"), strict=True):

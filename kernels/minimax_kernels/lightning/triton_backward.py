@@ -23,11 +23,16 @@ def backward(
     cu_seqlens: Tensor | None,
     dout: Tensor,
     dlast: Tensor | None,
+    *,
+    segment: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """dq, dk, dv and dstate (None without a state). `starts` is what `triton_forward.forward` gave."""
+    """dq, dk, dv and dstate (None without a state).
+
+    `starts` and `segment` are those of the forward, see `triton_forward.forward`.
+    """
     B, T = q.shape[:2]
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
-    pieces = cut(B, T, cu_seqlens, segmented=starts is not None)
+    pieces = cut(B, T, cu_seqlens, segment)
     ends, dstate = dlast, None
     if starts is not None:
         _, gain = sweep(None, q, dout, log_decay, pieces, want_last=True, reverse=True)

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_launch import launch
-from .triton_segments import Pieces, cut, find_piece, needs_segments, scan
+from .triton_segments import Pieces, cut, find_piece, scan
 from .triton_tile import Tile, fold_block, padded, read_block, tile_for
 
 
@@ -23,18 +23,16 @@ def forward(
     state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
-    segmented: bool | None = None,
+    segment: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out, the last state, and the first states of segments (None in one pass).
 
-    Shapes as in `interface.lightning_attention`; `segmented` overrides the choice by shape.
+    Shapes as in `interface.lightning_attention`; `segment` is what `segment_length` says, 0 for one pass.
     """
     B, T, H, Dk = q.shape
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
-    if segmented is None:
-        segmented = needs_segments(q, v, S)
-    pieces = cut(B, T, cu_seqlens, segmented)
-    if not segmented:
+    pieces = cut(B, T, cu_seqlens, segment)
+    if not segment:
         out, last = sweep(q, k, v, log_decay, pieces, state=state, want_last=True)
         return out, last, None
     _, gain = sweep(None, k, v, log_decay, pieces, want_last=True)

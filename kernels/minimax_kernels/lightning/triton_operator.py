@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 
 from .triton_backward import backward
 from .triton_forward import forward
-from .triton_segments import SEGMENT, needs_segments
+from .triton_segments import segment_length
 
 
 def lightning_triton(
@@ -29,7 +29,8 @@ def lightning(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out, last state, and first states of segments for the backward (empty in one pass)."""
     state = None if state is None else state.contiguous()
-    out, last, starts = forward(q, k, v, log_decay.contiguous(), state, _dense(cu_seqlens))
+    segment = segment_length(q, v, _sequences(q, cu_seqlens))
+    out, last, starts = forward(q, k, v, log_decay.contiguous(), state, _dense(cu_seqlens), segment=segment)
     return out, last, last.new_empty(0) if starts is None else starts
 
 
@@ -39,11 +40,11 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, Dk = q.shape
     Dv = v.shape[3]
-    S = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    S = _sequences(q, cu_seqlens)
     memory = {"dtype": torch.float32, "device": q.device}
     starts = torch.empty(0, **memory)
-    if needs_segments(q, v, S):
-        count = B * -(-T // SEGMENT) if cu_seqlens is None else T // SEGMENT + S
+    if segment := segment_length(q, v, S):
+        count = B * -(-T // segment) if cu_seqlens is None else T // segment + S
         starts = torch.empty(count, H, Dk, Dv, **memory)
     return q.new_empty(B, T, H, Dv), torch.empty(S, H, Dk, Dv, **memory), starts
 
@@ -62,9 +63,10 @@ def lightning_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """dq, dk, dv and dstate, which is empty where there was no state."""
     state, dlast = (None if x is None else x.contiguous() for x in (state, dlast))
-    segments = starts if starts.numel() else None
+    segment = segment_length(q, v, _sequences(q, cu_seqlens))
+    segments = starts if segment else None
     dq, dk, dv, dstate = backward(
-        q, k, v, log_decay.contiguous(), state, segments, _dense(cu_seqlens), dout, dlast
+        q, k, v, log_decay.contiguous(), state, segments, _dense(cu_seqlens), dout, dlast, segment=segment
     )
     return dq, dk, dv, starts.new_empty(0) if state is None or dstate is None else dstate
 
@@ -103,6 +105,10 @@ def _differentiate(
 
 
 lightning.register_autograd(_differentiate, setup_context=_save)
+
+
+def _sequences(q: Tensor, cu_seqlens: Tensor | None) -> int:
+    return q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _dense(cu_seqlens: Tensor | None) -> Tensor | None:

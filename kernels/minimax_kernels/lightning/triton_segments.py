@@ -15,7 +15,9 @@ from torch import Tensor
 from .triton_launch import launch
 from .triton_tile import tile_for
 
-SEGMENT = 4096  # positions; its first state is then 1 part in 48 of the q, k, v it stands for (D = 128, bf16)
+# Positions of a segment. Moving its states costs 64 of 1,600 bytes a token at 4,096, four times that at 1,024
+# (D = 128, 16 bits); nothing was timed.
+SEGMENTS = (4096, 2048, 1024)
 ENOUGH = 264  # programs: two on each of the 132 SMs of an H100 or H200
 
 
@@ -30,28 +32,35 @@ class Pieces:
     first: Tensor | None = None  # packed segments: (S + 1,) first piece of each sequence
 
 
-def needs_segments(q: Tensor, v: Tensor, S: int) -> bool:
-    """Whether one program for each sequence, head and column tile leaves the GPU idle; by shape alone."""
+def segment_length(q: Tensor, v: Tensor, S: int) -> int:
+    """Positions of a segment, or 0 for one pass, by shape alone.
+
+    One pass where T is short, or where a program for each sequence, head and column tile fills the GPU; else
+    the longest segment that makes programs enough.
+    """
     _, T, H, Dk = q.shape
     columns = triton.cdiv(v.shape[3], tile_for(q.dtype, Dk, v.shape[3]).BV)
-    return T > SEGMENT and 0 < S * H * columns < ENOUGH
+    programs = S * H * columns
+    if not 0 < programs < ENOUGH or T < 4 * SEGMENTS[-1]:
+        return 0
+    return next((length for length in SEGMENTS if programs * (T // length) >= ENOUGH), SEGMENTS[-1])
 
 
-def cut(B: int, T: int, cu_seqlens: Tensor | None, segmented: bool) -> Pieces:
-    """Pieces of a dense or packed call, without reading a value back from the GPU."""
+def cut(B: int, T: int, cu_seqlens: Tensor | None, segment: int) -> Pieces:
+    """Pieces of a dense or packed call (segment 0: whole sequences), without reading a value from the GPU."""
     if cu_seqlens is None:
-        per_row = max(1, triton.cdiv(T, SEGMENT)) if segmented else 1
-        return Pieces(count=B * per_row, length=SEGMENT if segmented else T, per_row=per_row)
+        per_row = max(1, triton.cdiv(T, segment)) if segment else 1
+        return Pieces(count=B * per_row, length=segment or T, per_row=per_row)
     S = len(cu_seqlens) - 1
-    if not segmented:
+    if not segment:
         return Pieces(count=S, length=0, per_row=1, bounds=cu_seqlens)
     bounds = cu_seqlens.to(torch.int64)
-    first = torch.nn.functional.pad(((bounds.diff() + SEGMENT - 1) // SEGMENT).cumsum(0), (1, 0))  # (S + 1,)
-    count = T // SEGMENT + S  # no packing has more; pieces that are left over are empty
+    first = torch.nn.functional.pad(((bounds.diff() + segment - 1) // segment).cumsum(0), (1, 0))  # (S + 1,)
+    count = T // segment + S  # no packing has more; pieces that are left over are empty
     piece = torch.arange(count + 1, device=bounds.device)
     owner = (torch.searchsorted(first, piece, right=True) - 1).clamp(max=S - 1)
-    start = bounds[owner] + (piece - first[owner]) * SEGMENT
-    return Pieces(count, SEGMENT, 1, bounds=torch.minimum(start, bounds[owner + 1]), first=first)
+    start = bounds[owner] + (piece - first[owner]) * segment
+    return Pieces(count, segment, 1, bounds=torch.minimum(start, bounds[owner + 1]), first=first)
 
 
 def scan(
