@@ -108,13 +108,24 @@ def train_start(task: str, *, seconds: float) -> None:
             print(f"step {step + 1}, {spent:.0f} s: loss {loss:.3f}, greedy {accuracy:.3f}", flush=True)
             if accuracy >= STOP_AT[task] or spent > seconds:
                 break
-    if task == "recheck":
-        for _ in supervised(
-            model, tokenizer, random.Random(1), digits=digits, steps=40, rate=3e-4, says_wait=0.02
-        ):
-            pass
+    if task == "recheck":  # first how to say it, then how seldom
+        for share, steps in ((0.5, 100), (0.02, 100)):
+            lessons = supervised(
+                model, tokenizer, random.Random(1), digits=digits, steps=steps, rate=1e-3, says_wait=share
+            )
+            print(f"loss {list(lessons)[-1]:.3f}", flush=True)
+        print(f'says "wait" with probability {wait_probability(model, tokenizer, watched):.4f}', flush=True)
     model.save_pretrained(STARTS / task)
     tokenizer.save_pretrained(STARTS / task)
+
+
+@torch.no_grad()
+def wait_probability(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem]) -> float:
+    """Mean probability that a response begins with the first token of "wait "."""
+    first = tokenizer.encode(WAIT, add_special_tokens=False)[0]
+    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
+    chances = [model(torch.tensor([prompt])).logits[0, -1].softmax(-1)[first] for prompt in prompts[:50]]
+    return float(torch.stack(chances).mean())
 
 
 def small_config(tokenizer: Any) -> MiniMaxM1Config:
@@ -149,7 +160,10 @@ def supervised(
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20)
-        rows = [_row(tokenizer, rng, digits, 1 if step % 4 == 0 else 8, says_wait) for _ in range(48)]
+        rows = [
+            _row(tokenizer, rng, digits, 1 if step % 4 == 0 else 8, says_wait)
+            for _ in range(12 if digits == 1 else 48)
+        ]
         T = max(len(tokens) for tokens, _ in rows)
         tokens = torch.tensor([t + [tokenizer.pad_token_id] * (T - len(t)) for t, _ in rows])
         labels = torch.tensor([y + [-100] * (T - len(y)) for _, y in rows])
