@@ -9,9 +9,8 @@ import pytest
 if not find_spec("triton"):
     pytest.skip("triton is not installed", allow_module_level=True)
 
-SPEC = spec_from_file_location(
-    "compile_kernels", Path(__file__).parents[2] / "scripts" / "compile_kernels.py"
-)
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_kernels.py"
+SPEC = spec_from_file_location(SCRIPT.stem, SCRIPT)
 script = module_from_spec(SPEC)
 SPEC.loader.exec_module(script)
 
