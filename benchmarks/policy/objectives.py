@@ -7,8 +7,8 @@
     python -m benchmarks.policy.objectives plot addition      only draws what was measured
 
 The model has two layers, one lightning and one softmax, and the demo's tokenizer: eighteen runs fit a CPU. In
-`recheck` a right sum earns 0.2, and 1 if "wait " comes before it, which the start was shown in one of fifty
-sums: a trust region may drop that first token, which CISPO's bound cannot.
+`recheck` a right sum earns 0.2, and 1 if "wait " comes before it, which the start says in about one of two
+hundred responses: a trust region may drop that first token, which CISPO's bound cannot.
 """
 
 import argparse
