@@ -15,6 +15,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
+LAYOUTS = ("minimax_m1", "minimax_text_01", "minimax")  # the model types of the releases, and transformers'
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2}  # every type that weights of this model have
 _STACKED = re.compile(r"^(.*)\.block_sparse_moe\.experts\.(gate_up_proj|down_proj)$")

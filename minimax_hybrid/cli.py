@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-LAYOUTS = ("minimax_m1", "minimax_text_01", "minimax")
+from .checkpoint import LAYOUTS
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -297,7 +298,3 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -188,8 +188,10 @@ class MiniMaxM1Config(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> "MiniMaxM1Config":
-        """A configuration from a `config.json` of any spelling; fields among `kwargs` replace its own and are
-        checked with the rest."""
+        """A configuration from a `config.json` of any spelling.
+
+        Fields among `kwargs` replace its own and are checked with the rest.
+        """
         config = cls._own_type(dict(config_dict))
         for name in [name for name in kwargs if name in cls.__dataclass_fields__ or name in _TWO_NAMES]:
             if name not in ("dtype", "torch_dtype"):

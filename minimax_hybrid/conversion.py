@@ -18,13 +18,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .checkpoint import INDEX, ITEM_BYTES, SINGLE, Tensor, is_derived, parts_of, published_name, read_headers
+from .checkpoint import (
+    INDEX,
+    ITEM_BYTES,
+    LAYOUTS,
+    SINGLE,
+    Tensor,
+    is_derived,
+    parts_of,
+    published_name,
+    read_headers,
+)
 from .config import MiniMaxM1Config, to_transformers
 from .loading import compare, main_dtype, model_on_meta
 from .model import MiniMaxM1ForCausalLM, MiniMaxM1Model
 
 _CLASSES = {"minimax_m1": "MiniMaxM1", "minimax_text_01": "MiniMaxText01", "minimax": "MiniMax"}
-LAYOUTS = tuple(_CLASSES)
 _SHARD_BYTES = 5_000_000_000
 _CHUNK_BYTES = 16 << 20
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json", ".py")

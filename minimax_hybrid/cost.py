@@ -18,10 +18,11 @@ from typing import Literal
 
 import torch
 
+from minimax_kernels import BLOCK
+
 from .config import LIGHTNING, SOFTMAX, MiniMaxM1Config
 
 Mode = Literal["prefill", "decode", "training"]
-OPEN_BLOCK = 64  # positions of a lightning layer's cache that wait to be folded into the state
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def flops(config: MiniMaxM1Config, length: int, mode: Mode, *, block: int = 256)
 def cache_bytes(config: MiniMaxM1Config, length: int, *, dtype: str = "bfloat16") -> CacheBytes:
     """Bytes of one sequence's cache: keys and values in `dtype`, lightning states in float32.
 
-    The rows of the open block (keys and values of at most `OPEN_BLOCK` positions per lightning layer, in
+    The rows of the open block (keys and values of at most `BLOCK` positions per lightning layer, in
     `dtype`) do not grow with the length and are reported apart.
     """
     layers, D = _layers_of_each_kind(config), config.head_dim
@@ -163,7 +164,7 @@ def cache_bytes(config: MiniMaxM1Config, length: int, *, dtype: str = "bfloat16"
     return CacheBytes(
         keys_values=layers["softmax"] * config.num_key_value_heads * row * length,
         state=layers["lightning"] * config.num_attention_heads * D * D * 4,
-        open_block=layers["lightning"] * config.num_attention_heads * row * OPEN_BLOCK,
+        open_block=layers["lightning"] * config.num_attention_heads * row * BLOCK,
     )
 
 

@@ -13,7 +13,7 @@ from .config import MiniMaxM1Config
 from .cost import break_even, cache_bytes, flops, inference_bytes, parameters, softmax_twin, weight_bytes
 from .figure1 import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
 from .plotting import COLORS, picture, token_axis, tokens
-from .roofline import DEVICES, Device, decode_bound, prefill_bound
+from .roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 
 Against = Literal["softmax", "r1", "qwen3"]
 LENGTHS = tuple(2**n for n in range(10, 21))
@@ -209,8 +209,6 @@ def cost_plot(report: dict[str, Any], path: Path | str) -> None:
 
 def named_devices(names: Sequence[str]) -> list[Device]:
     """Devices by name: those of `DEVICES`, and "cpu" for this machine, measured now."""
-    from .roofline import this_cpu
-
     found = []
     for name in names:
         if name.lower() == "cpu":

@@ -26,8 +26,7 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
 
     def forward(self, x_NM: Tensor, chosen: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits (N, E), weights (N, A) and experts (N, A); `chosen` (N, A) replays a choice made
-        elsewhere."""
+        """Logits (N, E), weights (N, A) and experts (N, A); `chosen` (N, A) replays an earlier choice."""
         with without_autocast(x_NM):
             wide = torch.promote_types(x_NM.dtype, torch.float32)
             logits = nn.functional.linear(x_NM.to(wide), self.weight.to(wide))
@@ -40,8 +39,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """The experts' weights, stacked: `gate_up_proj` (E, 2F, M) holds w1 over w3, `down_proj` (E, M, F) is
-    w2."""
+    """All experts' weights, stacked: `gate_up_proj` (E, 2F, M) is w1 over w3, `down_proj` (E, M, F) is w2."""
 
     def __init__(self, config: MiniMaxM1Config):
         super().__init__()
@@ -103,8 +101,9 @@ def mix_shared(routed: Tensor, shared: Tensor, x: Tensor, coefficient: Tensor) -
 def load_balancing_loss(
     router_logits: tuple[Tensor, ...], experts_per_token: int, real: Tensor | None = None
 ) -> Tensor:
-    """E * sum over experts of (share of choices) * (mean probability): A when both are even, more when they
-    are not.
+    """E * sum over experts of (share of choices) * (mean probability).
+
+    It is A if either is even, and more where both lean to the same experts.
 
     transformers' definition (Switch Transformer, equations 4-6), over all layers together and before its
     coefficient.
@@ -125,9 +124,7 @@ def load_balancing_loss(
     L, N, E = logits.shape
     counts = logits.new_ones(N) if real is None else real.reshape(-1).to(logits)
     if len(counts) != N:
-        raise ValueError(
-            f"the mask has {len(counts)} positions and the router logits {N}; they must be the same"
-        )
+        raise ValueError(f"the mask has {len(counts)} positions and the router logits {N}; give one for each")
     probabilities = logits.softmax(dim=-1)
     chosen = torch.zeros_like(probabilities).scatter_(
         -1, probabilities.topk(experts_per_token, dim=-1)[1], 1.0

@@ -125,8 +125,7 @@ class HybridGenerationMixin:
         return super().generate(*args, **kwargs)
 
     def _check_drafts(self, kwargs: dict[str, Any]) -> bool:
-        """Whether tokens are drafted before they are chosen; a ValueError if the cache could not take them
-        back."""
+        """Whether tokens are drafted before they are chosen; a ValueError if the cache cannot undo them."""
         cache = kwargs.get(CACHE_NAME)
         limit = cache.rows_kept if isinstance(cache, HybridCache) else HybridCache(self.config).rows_kept
         config = kwargs.get("generation_config") or self.generation_config

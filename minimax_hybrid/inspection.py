@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .checkpoint import read_headers
+from .checkpoint import LAYOUTS, read_headers
 from .config import LIGHTNING, MiniMaxM1Config
 from .cost import cache_bytes, inference_bytes, parameters
 from .cost_report import byte_text, table
@@ -20,7 +20,6 @@ from .loading import compare, main_dtype, model_on_meta
 from .model import MiniMaxM1ForCausalLM
 from .plotting import tokens
 
-MODEL_TYPES = ("minimax_m1", "minimax_text_01", "minimax")
 LENGTHS = (4 * 1024, 128 * 1024, 1024 * 1024)
 
 
@@ -40,8 +39,8 @@ def read_config(path: str | Path) -> MiniMaxM1Config:
         model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file} is no model's configuration ({type(error).__name__}: {error})") from error
-    if model_type not in MODEL_TYPES:
-        known = ", ".join(MODEL_TYPES)
+    if model_type not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
         raise ValueError(f"{file} describes a model of type {model_type!r}; this program runs {known}")
     return MiniMaxM1Config.from_pretrained(str(file), local_files_only=True)
 

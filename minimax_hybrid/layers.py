@@ -1,5 +1,4 @@
-"""The small parts that both kinds of layer share: RMSNorm, partial rotary embedding, the weighted
-residual."""
+"""The small parts of a layer: projection, RMSNorm, partial rotary embedding, weighted residual."""
 
 import torch
 from torch import Tensor, nn

@@ -75,16 +75,14 @@ class LightningAttention(nn.Module):
 def layer_log_decay(num_heads: int, layer_idx: int, num_layers: int, *, device: torch.device) -> Tensor:
     """log_decay (H,) float32 of one layer: minus ALiBi's slopes times (1 - i / (L - 1) + 1e-5).
 
-    Early layers forget within a few tokens, the last one hardly at all. `i` counts all layers, softmax ones
-    too.
+    Early layers forget within a few tokens, the last one hardly at all. `i` counts softmax layers too.
     """
     slopes = torch.tensor(_alibi_slopes(num_heads), dtype=torch.float32, device=device)
     return -slopes * (1 - layer_idx / max(num_layers - 1, 1) + 1e-5)
 
 
 def _alibi_slopes(heads: int) -> list[float]:
-    """2^(-8 (h+1) / H) for a power of two; else those of the power below, then every second of twice as
-    many."""
+    """2^(-8 (h+1) / H) for a power of two; else the power below's, then every second of the power above's."""
     if math.log2(heads).is_integer():
         return [2 ** (-8 * (h + 1) / heads) for h in range(heads)]
     below = 2 ** math.floor(math.log2(heads))

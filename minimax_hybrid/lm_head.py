@@ -16,8 +16,7 @@ ROW_CHUNK = 256
 
 
 class LMHead(nn.Linear):
-    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`; at least float32 by
-    default."""
+    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`, float32 by default."""
 
     def __init__(self, width: int, vocab_size: int, *, head_dtype: str):
         super().__init__(width, vocab_size, bias=False)

@@ -1,5 +1,4 @@
-"""The model, from tokens to logits: seven lightning-attention blocks, then one softmax block, each with its
-experts.
+"""The model, from tokens to logits: seven lightning layers, then one softmax layer, each with its experts.
 
     x = embedding(tokens)
     for every layer:
@@ -103,9 +102,11 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        """Normal weights of `initializer_range`; no embedding row is zero, not even the padding token's (a
-        zero vector multiplies gradients by 1/sqrt(eps) in every norm and overflows float32 within eight
-        layers)."""
+        """Normal weights of `initializer_range`, norms of ones.
+
+        No embedding row is zero, not even the padding token's: a zero vector multiplies gradients by
+        1/sqrt(eps) in every norm and overflows float32 within eight layers.
+        """
         std = self.config.initializer_range
         if isinstance(module, RMSNorm):
             nn.init.ones_(module.weight)
@@ -221,11 +222,7 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be (batch, positions), got {tuple(input_ids.shape)}")
         rows = self.embed_tokens.num_embeddings
-        if (
-            input_ids.device.type == "cpu"
-            and input_ids.numel()
-            and not 0 <= input_ids.min() <= input_ids.max() < rows
-        ):
+        if input_ids.device.type == "cpu" and not 0 <= input_ids.min() <= input_ids.max() < rows:
             wrong = input_ids[(input_ids < 0) | (input_ids >= rows)][0]
             raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {rows}; check the tokenizer")
         return self.embed_tokens(input_ids)
@@ -331,12 +328,9 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             routed_experts=routed_experts,
         )
         hidden = outputs.last_hidden_state
-        kept = (
-            slice(-logits_to_keep, None)
-            if isinstance(logits_to_keep, int) and logits_to_keep
-            else slice(None)
-        )
-        logits = self.lm_head(hidden[:, logits_to_keep if isinstance(logits_to_keep, Tensor) else kept])
+        # -0 is 0: all of them
+        kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
+        logits = self.lm_head(hidden[:, kept])
         loss = aux_loss = None
         if labels is not None:
             # the first token of a document has nothing to be predicted from
@@ -365,8 +359,11 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         state_dict: dict[str, Tensor] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Write the published layout. A head that training keeps in another type than the rest is saved in
-        the model's own, as `config.json` says."""
+        """Write the published layout.
+
+        A head that training keeps in another type than the rest is saved in the model's own, which
+        `config.json` names.
+        """
         if state_dict is None and self.lm_head.weight.dtype != self.dtype:
             state_dict = self.state_dict()
             state_dict["lm_head.weight"] = state_dict["lm_head.weight"].to(self.dtype)
@@ -437,8 +434,7 @@ def _one_cache(cache: HybridCache | None, past_key_values: HybridCache | None) -
 
 
 def _sequences_of(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Sequences:
-    """The sequences in rows of tokens (B, T) that continue nothing; a mask over cached positions too is
-    cut."""
+    """Sequences that continue no cache, in rows of tokens (B, T); of a mask, the last T columns count."""
     B, T = tokens.shape
     mask = None if attention_mask is None else attention_mask[:, -T:]
     return find_sequences(

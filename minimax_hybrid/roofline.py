@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
+from minimax_kernels import BLOCK
+
 from .config import MiniMaxM1Config
-from .cost import OPEN_BLOCK, cache_bytes, flops, itemsize, parameters, weight_bytes
+from .cost import cache_bytes, flops, itemsize, parameters, weight_bytes
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def decode_bound(
     fixed = counts.active_with_head - counts.active_components["moe_experts"]
     weights = (fixed + experts * (1 - (1 - A / E) ** batch)) * itemsize(dtype)
     cache = cache_bytes(config, length, dtype=dtype)
-    sequence = cache.total + cache.open_block / 2 + cache.state / OPEN_BLOCK
+    sequence = cache.total + cache.open_block / 2 + cache.state / BLOCK
     return Bound(
         compute=batch * flops(config, length, "decode").total / device.peak(dtype) / devices,
         memory=(weights + batch * sequence) / device.bytes_per_second / devices,

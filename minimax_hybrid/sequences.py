@@ -51,8 +51,11 @@ def find_sequences(
     cache: "HybridCache | None",
     device: torch.device,
 ) -> Sequences:
-    """Read the caller's mask (B, past + T) and position ids (B or 1, T); raise a ValueError where they do not
-    fit."""
+    """The sequences that the caller's mask (B, past + T) and position ids (B or 1, T) describe.
+
+    Raises:
+        ValueError: a mask or position ids that do not fit the input, the cache or each other.
+    """
     past = cache.get_seq_length() if cache is not None else 0
     history = _history(B, past, T, attention_mask, cache)
     position_ids = _positions(B, past, T, position_ids, history, device)
@@ -80,8 +83,7 @@ def find_sequences(
 def padded_lightning_attention(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, mask: Tensor | None, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`lightning_attention` over a padded batch: rows that `mask` (B, T) hides neither fade nor feed the
-    memory.
+    """`lightning_attention` over a padded batch: what `mask` (B, T) hides neither fades nor feeds memory.
 
     The real rows of each sequence are packed, so blocks count from its first token wherever the padding lies.
     """

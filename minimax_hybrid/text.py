@@ -100,7 +100,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: boo
         ValueError: an empty prompt, or characters that would be lost.
     """
     if not text:
-        raise ValueError("the prompt is empty")
+        raise ValueError("the prompt is empty; give some text")
     try:
         text.encode("utf-8")
         tokens = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
@@ -221,10 +221,12 @@ def _end_tokens(model: MiniMaxM1ForCausalLM, tokenizer: PreTrainedTokenizerBase)
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, V: int) -> tuple[Tensor, Tensor]:
     if not prompts:
-        raise ValueError("there is no prompt")
+        raise ValueError("there is no prompt; give the tokens of at least one")
     largest = max(max(tokens) for tokens in prompts)
     if largest >= V:
-        raise ValueError(f"the tokenizer gives token {largest}, the model has {V}: they differ")
+        raise ValueError(
+            f"the tokenizer gives token {largest} and the model's vocabulary has {V}; use the model's own"
+        )
     T = max(len(tokens) for tokens in prompts)
     ids = torch.tensor([[pad] * (T - len(tokens)) + list(tokens) for tokens in prompts])
     mask = torch.tensor([[0] * (T - len(tokens)) + [1] * len(tokens) for tokens in prompts])

@@ -14,8 +14,6 @@ from torch import Tensor
 Backend = Literal["auto", "reference", "chunked", "triton"]
 NAMES = ("reference", "chunked", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-
 _HAS_TRITON = find_spec("triton") is not None
 
 

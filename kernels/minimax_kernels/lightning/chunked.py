@@ -137,12 +137,11 @@ def _decay(log_decay: Tensor, distance: Tensor) -> Tensor:
 
 
 def _advance(k: Tensor, v: Tensor, log_decay: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """What K blocks with `lengths` (K,) rows add to the state, (K, H, Dk, Dv), and how they fade it, (K, H,
-    1, 1)."""
+    """What K blocks of `lengths` (K,) rows add to the state (K, H, Dk, Dv), and how they fade it."""
     j = torch.arange(k.shape[-2], device=k.device)
     distance = (lengths[:, None] - 1 - j).clamp(min=0)  # (K, C)
     weight = (log_decay[None, :, None] * distance[:, None]).exp()[..., None]  # (K, H, C, 1)
-    fade = (log_decay * lengths[:, None]).exp()[..., None, None]
+    fade = (log_decay * lengths[:, None]).exp()[..., None, None]  # (K, H, 1, 1)
     return k.mT @ (v * weight), fade
 
 

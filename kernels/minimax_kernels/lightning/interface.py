@@ -1,5 +1,5 @@
-"""Lightning attention (MiniMax-01 report, section 2.2): the two public functions, their checks and the choice
-of backend. The model calls `lightning_attention` for many positions and `lightning_decode` for one."""
+"""Lightning attention (MiniMax-01 report, section 2.2): `lightning_attention` for many positions,
+`lightning_decode` for one; their checks and the choice of backend."""
 
 import torch
 from torch import Tensor
@@ -148,7 +148,7 @@ def _decode_reference(
 
 
 def _work_type(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tensor | None) -> int:
