@@ -1,7 +1,6 @@
 """Hybrid lightning-attention models: load, generate, measure, train.
 
-Importing this package registers the model types `minimax_m1` and `minimax_text_01` with transformers' Auto
-classes.
+Importing this package registers `minimax_m1` and `minimax_text_01` with transformers' Auto classes.
 """
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM

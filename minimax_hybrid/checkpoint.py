@@ -68,8 +68,9 @@ def read_headers(folder: str | os.PathLike, *, variant: str | None = None) -> di
 
 
 def with_variant(name: str, variant: str | None) -> str:
-    """`model.fp16.safetensors` for the variant fp16, as transformers names it."""
-    return name if variant is None else name.replace(".safetensors", f".{variant}.safetensors", 1)
+    """`model.fp16.safetensors` for the variant fp16, `model.safetensors.index.fp16.json` for its index."""
+    stem, ending = name.rsplit(".", 1)
+    return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
 def published_name(name: str) -> str:

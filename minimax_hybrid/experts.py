@@ -105,8 +105,7 @@ def load_balancing_loss(
 
     It is A if either is even, and more where both lean to the same experts.
 
-    transformers' definition (Switch Transformer, equations 4-6), over all layers together and before its
-    coefficient.
+    transformers' definition (Switch Transformer, equations 4-6), over all layers together, no coefficient.
 
     Args:
         router_logits: (N, E) of each layer.

@@ -4,8 +4,8 @@
     out     = lightning_attention(q, k, v, log_decay)
     y       = (RMSNorm(out) * sigmoid(x W_gate)) W_out
 
-No rotary embedding, no 1/sqrt(D), no softmax (MiniMax-01 report, section 2.2; released modeling file, lines
-247-343).
+No rotary embedding, no 1/sqrt(D), no softmax.
+(MiniMax-01 report, section 2.2; released modeling file, lines 247-343.)
 """
 
 import math

@@ -7,8 +7,7 @@ token) and the k, v rows since. With 150 tokens seen and nothing to take back:
     memory                           state ^ | 22 rows
 
 The next token is computed by replaying the open block, so it has the bits of one forward over everything. A
-full block is folded into the state at the start of the next call, so the last call can be taken back exactly
-(`crop`).
+full block is folded into the state at the start of the next call, so `crop` can take the last one back.
 """
 
 from collections.abc import Callable

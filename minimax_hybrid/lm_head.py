@@ -1,8 +1,7 @@
 """The output head in float32: the report's repair for training and inference that disagree (section 3.2).
 
 It speaks of arithmetic and result, not of storage: a bfloat16 weight stays bfloat16 and is multiplied
-exactly. To round the logits to bfloat16 and cast them up afterwards, as the released code does, is the fault
-itself.
+exactly. The fault is to round the logits to bfloat16 and cast them up afterwards, as the released code does.
 """
 
 import torch

@@ -123,8 +123,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         """Load a checkpoint in the published layout, sharded or not.
 
         With `strict`, names and shapes are compared from the shard headers before anything is loaded. Without
-        it what fits is loaded, the rest initialised and warned of; `output_loading_info=True` returns the
-        lists.
+        it what fits is loaded, the rest initialised, warned of, and listed with `output_loading_info=True`.
 
         Raises:
             ValueError: tensors that are missing, unexpected or of another shape, each with its file and
@@ -361,8 +360,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
     ) -> None:
         """Write the published layout.
 
-        A head that training keeps in another type than the rest is saved in the model's own, which
-        `config.json` names.
+        A head that training keeps in a type of its own is saved in the model's, which `config.json` names.
         """
         if state_dict is None and self.lm_head.weight.dtype != self.dtype:
             state_dict = self.state_dict()

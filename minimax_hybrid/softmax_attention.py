@@ -1,7 +1,7 @@
 """The softmax attention layer: grouped-query, causal, rotary on the leading dimensions of a head.
 
-The attention itself is transformers' (`sdpa`, `eager`, `flash_attention_2`, `flex_attention`), chosen by
-`config._attn_implementation`.
+The attention itself is transformers' (`sdpa`, `eager`, `flash_attention_2`, `flex_attention`), as
+`config._attn_implementation` says; one query is computed here.
 """
 
 from torch import Tensor, nn

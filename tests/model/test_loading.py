@@ -36,6 +36,13 @@ class TestSavingAndLoading:
         assert published == published_shapes(small)
         assert json.loads((good / "config.json").read_text())["architectures"] == ["MiniMaxM1ForCausalLM"]
 
+    @pytest.mark.parametrize("shard_size", ["40KB", "5GB"])
+    def test_a_variant_is_found_by_its_name(self, small: nn.Module, tmp_path: Path, shard_size: str) -> None:
+        small.save_pretrained(tmp_path, variant="fp16", max_shard_size=shard_size)
+        assert_same_weights(MiniMaxM1ForCausalLM.from_pretrained(tmp_path, variant="fp16"), small)
+        with pytest.raises(FileNotFoundError, match="holds no weights"):
+            MiniMaxM1ForCausalLM.from_pretrained(tmp_path)
+
     def test_what_was_loaded_is_saved_as_it_was(self, good: Path, tmp_path: Path) -> None:
         MiniMaxM1ForCausalLM.from_pretrained(good).save_pretrained(tmp_path, max_shard_size="40KB")
         before, after = weights_in(good), weights_in(tmp_path)

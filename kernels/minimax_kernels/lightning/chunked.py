@@ -6,8 +6,8 @@ Within a block of C positions, with g = log_decay and the state at the block's s
     next state = exp(g n) state + sum_j exp(g (n-1-j)) outer(k[j], v[j])        n rows in the block
 
 Every exponent is at most 0. Many blocks are computed at once; only the short sum over block states runs in
-order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so a decoded row has the
-forward's bits.
+order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so its rows have the
+bits of the forward's.
 """
 
 from dataclasses import dataclass
