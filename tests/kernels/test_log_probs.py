@@ -159,6 +159,19 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
 
 
+@pytest.mark.parametrize("row_chunk", [1, 100, 1024])
+def test_a_vocabulary_of_200064_gives_the_definition(row_chunk: int) -> None:
+    hidden, weight, targets = inputs(8, 200_064, 8)
+
+    def chunked(*leaves: Tensor) -> tuple[Tensor, Tensor]:
+        return token_log_probs(*leaves, entropy=True, row_chunk=row_chunk)
+
+    found = with_gradients(chunked, hidden, weight, targets)
+    exact = with_gradients(token_log_probs_reference, hidden.double(), weight.double(), targets)
+    for value, true, tolerance in zip(found, exact, (1e-6, 1e-6, 1e-5, 1e-5), strict=True):
+        torch.testing.assert_close(value.double(), true, rtol=1e-6, atol=tolerance)
+
+
 class Memory(TorchDispatchMode):
     """Bytes of the tensors that are alive among those made inside, and their peak."""
 

@@ -242,6 +242,27 @@ def test_a_row_of_nothing_but_padding_does_not_move_the_loss() -> None:
     assert nothing.item() == 0 and nothing.requires_grad
 
 
+def test_a_row_of_nothing_but_padding_does_not_move_the_gradient_of_the_loss() -> None:
+    net, ids = model(), tokens(2, 11)
+    grads = []
+    for inputs, mask in ((ids, torch.tensor([[0] * 11, [1] * 11])), (ids[1:], None)):
+        net.zero_grad()
+        net(inputs, attention_mask=mask, output_router_logits=True).aux_loss.backward()
+        grads.append(torch.stack([layer.block_sparse_moe.gate.weight.grad for layer in net.model.layers]))
+    assert grads[1].abs().max() > 1e-5
+    assert_close(*grads, 1e-6)
+
+
+def test_a_model_whose_routers_are_zero_has_a_loss_of_the_experts_per_token() -> None:
+    net = model()
+    mask = torch.tensor([[0] * 5 + [1] * 6, [0] * 11])
+    with torch.no_grad():
+        for layer in net.model.layers:
+            layer.block_sparse_moe.gate.weight.zero_()
+        loss = net(tokens(2, 11), attention_mask=mask, output_router_logits=True).aux_loss
+    assert loss.item() == pytest.approx(2.0, abs=1e-6)
+
+
 def test_a_decode_step_takes_the_mask_of_the_whole_history() -> None:
     net = model()
     ids, mask = left_padded([tokens(1, 9)[0], tokens(1, 5, seed=3)[0]])

@@ -130,11 +130,12 @@ def test_no_embedding_starts_at_zero() -> None:
     assert all(m.weight.eq(1).all() for m in net.modules() if isinstance(m, RMSNorm))
 
 
+@pytest.mark.parametrize("mean_resizing", [True, False])
 @pytest.mark.parametrize("tied", [False, True])
-def test_added_tokens_do_not_start_at_zero_and_change_no_other(tied: bool) -> None:
+def test_added_tokens_do_not_start_at_zero_and_change_no_other(tied: bool, mean_resizing: bool) -> None:
     net, ids = model(tie_word_embeddings=tied), tokens(1, 9)
     before = logits(net, ids)
-    net.resize_token_embeddings(V + 7)
+    net.resize_token_embeddings(V + 7, mean_resizing=mean_resizing)
     after = logits(net, ids)
     assert net.config.vocab_size == V + 7 and after.shape[-1] == V + 7
     assert_close(after[..., :V], before)

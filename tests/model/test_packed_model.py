@@ -63,6 +63,16 @@ def test_a_document_reaches_no_other(attention: str) -> None:
     assert_close(logits_2[:, 5:], logits_1[:, 5:])
 
 
+def test_a_document_reaches_no_other_through_live_routers() -> None:
+    """With routers that route, another token in document 1 changes which rows its experts see together."""
+    lengths, ids = [5, 1, 13], tokens(1, 19)
+    other = ids.clone()
+    other[0, 4] = ids[0, 4] % (V - 1) + 1
+    found, wanted = (logits(x, position_ids=positions(lengths)) for x in (other, ids))
+    assert not torch.equal(found[:, 4], wanted[:, 4])
+    assert_close(found[:, 5:], wanted[:, 5:])
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
 def test_packed_documents_are_each_alone(attention: str) -> None:
     net, lengths = model(attn_implementation=attention), [5, 1, 13, 64, 65]

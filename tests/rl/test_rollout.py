@@ -93,6 +93,18 @@ def test_the_recorded_log_probability_is_at_the_temperature_and_over_everything(
     assert response.log_probs[0] == pytest.approx(-0.142932, abs=1e-6)
 
 
+def test_what_generate_is_set_to_does_not_reach_a_rollout() -> None:
+    """top_k, top_p and the like would cut the distribution that ratios are taken over."""
+    torch.manual_seed(0)
+    net = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(vocab_size=24, num_hidden_layers=2))
+    free = draw(net)
+    for name, value in (("do_sample", True), ("top_k", 1), ("top_p", 0.1), ("temperature", 0.1)):
+        setattr(net.generation_config, name, value)
+    again = draw(net)
+    assert [r.tokens for r in again] == [r.tokens for r in free]
+    assert [r.log_probs for r in again] == [r.log_probs for r in free]
+
+
 def test_groups_are_neighbours_and_every_row_ends_for_a_reason(model: MiniMaxM1ForCausalLM) -> None:
     responses = draw(model)
     assert [r.group for r in responses] == [0] * 4 + [1] * 4
