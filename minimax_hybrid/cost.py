@@ -81,7 +81,7 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class BreakEven:
-    """The length, in tokens, from which one lightning layer is cheaper than one softmax layer."""
+    """Tokens from which a lightning layer is cheaper than a softmax layer with bfloat16 keys and values."""
 
     memory: float
     decode_flops: float

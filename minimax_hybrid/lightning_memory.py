@@ -57,8 +57,9 @@ class LightningLayer(CacheLayerMixin):
         self._foldable = not self.record_past
         # a prompt computed under autocast may be continued without it
         self.k_rows, self.v_rows = self.k_rows.to(k.dtype), self.v_rows.to(v.dtype)
-        one = q.shape[1] == 1 and real is None and self._settled and self._foldable
-        if one and not tracked(q, k, v, self.state, self.k_rows, self.v_rows):
+        T = q.shape[1]
+        can_replay = T == 1 and real is None and self._settled and self._foldable
+        if can_replay and not tracked(q, k, v, self.state, self.k_rows, self.v_rows):
             self._own()
             out = lightning_decode(
                 q,
@@ -72,7 +73,7 @@ class LightningLayer(CacheLayerMixin):
             )
         else:
             out = self._extend(q, k, v, real)
-        self._remember(real, q.shape[1])
+        self._remember(real, T)
         return out
 
     def current_state(self) -> Tensor | None:
@@ -152,10 +153,11 @@ class LightningLayer(CacheLayerMixin):
 
     def _start(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor) -> None:
         B, _, H, Dk = q.shape
+        Dv = v.shape[-1]
         work = torch.promote_types(q.dtype, torch.float32)
-        self.state = torch.zeros(B, H, Dk, v.shape[-1], dtype=work, device=q.device)
+        self.state = torch.zeros(B, H, Dk, Dv, dtype=work, device=q.device)
         self.k_rows = k.new_zeros(B, BLOCK, H, Dk)
-        self.v_rows = v.new_zeros(B, BLOCK, H, v.shape[-1])
+        self.v_rows = v.new_zeros(B, BLOCK, H, Dv)
         self.counts = torch.zeros(B, dtype=torch.int64, device=q.device)
         self.log_decay = log_decay
         self.is_initialized = self._settled = True
@@ -281,7 +283,8 @@ def writable(x: Tensor) -> bool:
 
 def _take_rows(rows: Tensor, first: Tensor, number: int) -> Tensor:
     """`number` rows of each sequence from its own `first`, (B, number, H, D); zeros past the last."""
-    index = first[:, None] + torch.arange(number, device=rows.device)
-    inside = index < rows.shape[1]
-    taken = rows[torch.arange(len(rows), device=rows.device)[:, None], index.clamp(max=rows.shape[1] - 1)]
+    B, R, _, _ = rows.shape
+    index = first[:, None] + torch.arange(number, device=rows.device)  # (B, number)
+    inside = index < R
+    taken = rows[torch.arange(B, device=rows.device)[:, None], index.clamp(max=R - 1)]
     return taken.masked_fill(~inside[:, :, None, None], 0)

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from .config import MiniMaxM1Config
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HEAD = "lm_head."
+_MLP = {r"\.mlp\.": ".block_sparse_moe."}  # transformers' name of the experts, and the release's
 
 
 @dataclass
@@ -101,45 +103,62 @@ def load(
     """
     wants_info = kwargs.pop("output_loading_info", False)
     _check_config(cls, kwargs.get("config"))
+    read = partial(from_pretrained, path, *args, output_loading_info=True)
     folder = _weights_folder(path, kwargs)
     if folder is None:
-        kwargs.setdefault("key_mapping", {r"\.mlp\.": ".block_sparse_moe."})
-        if not strict:
-            kwargs.setdefault("ignore_mismatched_sizes", True)
-        model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        if strict and path is not None:
-            _refuse(info, path)
+        model, info = _load_elsewhere(read, path, kwargs, strict=strict)
     else:
-        tensors = read_headers(folder, variant=kwargs.get("variant"))
-        config = _config_for(cls, folder, kwargs)
-        difference = compare(tensors, model_on_meta(cls, config))
-        fatal = copy.copy(difference)
-        if kwargs.get("ignore_mismatched_sizes"):
-            fatal.mismatched = []
-        if strict and fatal:
-            raise ValueError(
-                f"{folder} does not hold the weights of this config (strict=False loads what fits):\n  "
-                + fatal.describe(tensors)
-            )
-        _choose_dtype(kwargs, config, tensors)
-        kwargs["key_mapping"] = {**_hidden(difference), r"\.mlp\.": ".block_sparse_moe."}
-        kwargs["ignore_mismatched_sizes"] = bool(difference)
-        model, info = from_pretrained(path, *args, output_loading_info=True, **kwargs)
-        _fill_partial(model, folder, tensors, difference)
-        _widen_routers(model, difference)
-        if difference:
-            warnings.warn(
-                f"{folder} does not fit its config: what fits was loaded, the rest initialised\n  "
-                + difference.describe(tensors),
-                stacklevel=3,
-            )
-        info["missing_keys"] = set(difference.missing)
-        info["unexpected_keys"] = set(difference.unexpected)
-        info["mismatched_keys"] = set(difference.mismatched)
+        model, info = _load_folder(cls, read, folder, kwargs, strict=strict)
     # what is saved has the published names, whichever layout was read
     if hasattr(model, "_weight_conversions"):
         del model._weight_conversions
     return (model, info) if wants_info else model
+
+
+def _load_folder(
+    cls: type, read: Callable[..., Any], folder: Path, kwargs: dict[str, Any], *, strict: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and transformers' loading info; names and shapes are compared before a weight is read."""
+    tensors = read_headers(folder, variant=kwargs.get("variant"))
+    config = _config_for(cls, folder, kwargs)
+    difference = compare(tensors, model_on_meta(cls, config))
+    fatal = copy.copy(difference)
+    if kwargs.get("ignore_mismatched_sizes"):
+        fatal.mismatched = []
+    if strict and fatal:
+        raise ValueError(
+            f"{folder} does not hold the weights of this config (strict=False loads what fits):\n  "
+            + fatal.describe(tensors)
+        )
+    _choose_dtype(kwargs, config, tensors)
+    kwargs["key_mapping"] = {**_hidden(difference), **_MLP}
+    kwargs["ignore_mismatched_sizes"] = bool(difference)
+    model, info = read(**kwargs)
+    _fill_partial(model, folder, tensors, difference)
+    _widen_routers(model, difference)
+    if difference:
+        warnings.warn(
+            f"{folder} does not fit its config: what fits was loaded, the rest initialised\n  "
+            + difference.describe(tensors),
+            stacklevel=4,
+        )
+    info["missing_keys"] = set(difference.missing)
+    info["unexpected_keys"] = set(difference.unexpected)
+    info["mismatched_keys"] = set(difference.mismatched)
+    return model, info
+
+
+def _load_elsewhere(
+    read: Callable[..., Any], path: str | os.PathLike | None, kwargs: dict[str, Any], *, strict: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The same for weights whose headers cannot be read beforehand: compared after the event."""
+    kwargs.setdefault("key_mapping", dict(_MLP))
+    if not strict:
+        kwargs.setdefault("ignore_mismatched_sizes", True)
+    model, info = read(**kwargs)
+    if strict and path is not None:
+        _refuse(info, path)
+    return model, info
 
 
 def model_on_meta(cls: type, config: Any) -> nn.Module:
@@ -311,7 +330,7 @@ def _weights_folder(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> P
 
 
 def _refuse(info: dict[str, Any], path: str | os.PathLike) -> None:
-    """After the event, where headers could not be compared beforehand."""
+    """Raise a ValueError where transformers' own lists say that names or shapes differ."""
     wrong = {name: sorted(map(str, info[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")}
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not is_derived(name)]
     if any(wrong.values()):

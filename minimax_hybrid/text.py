@@ -220,14 +220,15 @@ def _end_tokens(model: MiniMaxM1ForCausalLM, tokenizer: PreTrainedTokenizerBase)
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], pad: int, V: int) -> tuple[Tensor, Tensor]:
-    if not prompts:
-        raise ValueError("there is no prompt; give the tokens of at least one")
+    lengths = [len(tokens) for tokens in prompts]
+    if not lengths or not min(lengths):
+        raise ValueError(f"prompts hold {lengths} tokens; give at least one prompt, and a token in each")
     largest = max(max(tokens) for tokens in prompts)
     if largest >= V:
         raise ValueError(
-            f"the tokenizer gives token {largest} and the model's vocabulary has {V}; use the model's own"
+            f"the tokenizer gives token {largest}, the model has {V}; use the tokenizer of its checkpoint"
         )
-    T = max(len(tokens) for tokens in prompts)
+    T = max(lengths)
     ids = torch.tensor([[pad] * (T - len(tokens)) + list(tokens) for tokens in prompts])
     mask = torch.tensor([[0] * (T - len(tokens)) + [1] * len(tokens) for tokens in prompts])
     return ids, mask

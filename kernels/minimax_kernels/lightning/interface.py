@@ -44,7 +44,8 @@ def lightning_attention(
         ValueError: shapes, types or devices that do not fit, a log_decay above 0 or one that requires grad.
     """
     S = _check(q, k, v, log_decay, cu_seqlens)
-    H, Dk, Dv = q.shape[2], q.shape[3], v.shape[3]
+    _, _, H, Dk = q.shape
+    Dv = v.shape[-1]
     work = _work_type(q)
     if state is not None:
         _check_state(state, (S, H, Dk, Dv), work, q.device)
@@ -96,7 +97,7 @@ def lightning_decode(
     """
     _check(q, k, v, log_decay, None)
     B, T, H, Dk = q.shape
-    Dv = v.shape[3]
+    Dv = v.shape[-1]
     if T != 1:
         raise ValueError(f"lightning_decode takes one position, got {T}; use lightning_attention for more")
     _check_state(state, (B, H, Dk, Dv), _work_type(q), q.device)
