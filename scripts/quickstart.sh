@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 . scripts/environment.sh
 make_environment .
 
-for prompt in "The fox" "123+456="; do
+for prompt in "The fox" "12+34="; do
     printf '\n%s' "$prompt"
     .venv/bin/python -m minimax_hybrid generate --prompt "$prompt" --max-new-tokens 200 --seed 1 --threads 1
 done
