@@ -449,3 +449,9 @@ def test_showing_as_it_comes_is_for_one_text(folder):
     prompts = [encode(tokenizer, text) for text in ("a", "b")]
     with pytest.raises(ValueError, match="one prompt only, got 2"):
         generate_text(model, tokenizer, prompts, Settings(), show=print)
+
+
+@pytest.mark.parametrize("prompts", [[], [[1], []]], ids=["none", "one of no tokens"])
+def test_prompts_without_tokens_are_refused(folder, prompts):
+    with pytest.raises(ValueError, match="give at least one prompt, and a token in each"):
+        generate_text(load_model(folder), load_tokenizer(folder), prompts, Settings())
