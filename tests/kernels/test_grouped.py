@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minimax_kernels import grouped_linear, linear
-from minimax_kernels.gemm import product
 from support import error_budget
 from torch import Tensor
+
+from minimax_kernels import grouped_linear, linear
+from minimax_kernels.gemm import product
 
 FORMS = ["loop", "grouped_mm"]
 ROUTINGS = {

@@ -6,12 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from minimax_kernels import fp32_linear, token_log_probs
-from minimax_kernels.log_probs import logits
-from minimax_kernels.log_probs.reference import token_log_probs_reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from minimax_kernels import fp32_linear, token_log_probs
+from minimax_kernels.log_probs import logits
+from minimax_kernels.log_probs.reference import token_log_probs_reference
 
 CHUNKS = [1, 100, 1024, 100_000]
 MiB = 2**20
