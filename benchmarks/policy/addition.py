@@ -32,8 +32,10 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     if not args.plot:
-        rows = [row for seed in args.seeds for row in run(args.model, seed)]
-        write_rows("addition", rows)
+        rows = []
+        for seed in args.seeds:
+            rows += run(args.model, seed)
+            write_rows("addition", rows)
     plot()
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
-from minimax_hybrid import MiniMaxM1ForCausalLM, cache
+from minimax_hybrid import MiniMaxM1ForCausalLM, lightning_memory
 from minimax_hybrid.compat import CACHE_NAME
 from minimax_hybrid.rl.agreement import agreement
 from minimax_hybrid.rl.batches import Batch, collate
@@ -80,13 +80,13 @@ def measure(folder: str, *, rows: int, tokens: int) -> Iterator[Row]:
 @contextmanager
 def decoding(kind: str) -> Iterator[None]:
     """Let lightning layers step the plain recurrence instead of replaying the open block."""
-    original = cache.lightning_decode
+    original = lightning_memory.lightning_decode
     if kind == "recurrent":
-        cache.lightning_decode = partial(original, backend="reference")
+        lightning_memory.lightning_decode = partial(original, backend="reference")
     try:
         yield
     finally:
-        cache.lightning_decode = original
+        lightning_memory.lightning_decode = original
 
 
 @torch.no_grad()

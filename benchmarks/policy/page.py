@@ -57,9 +57,13 @@ def objectives(task: str) -> str:
         if task == "recheck":
             said = sum(row["waits"] for row in measured)
             cells.append(f"{sum(row['waits_dropped'] for row in measured) / max(1, said):.4f}")
+            half = [steps_to(run, "waits", 128) for run in runs]
+            cells.insert(2, ", ".join("not reached" if s is None else str(s) for s in half))
         table.append(cells)
     head = ["", f"steps to {value} {TARGET[task]}", f"last {value}", "tokens dropped", "last entropy"]
-    return _table(f"objectives_{task}", head + ['`w` of "wait" dropped'] * (task == "recheck"), table)
+    if task == "recheck":
+        head = [*head[:2], 'steps to "wait" in half', *head[2:], '`w` of "wait" dropped']
+    return _table(f"objectives_{task}", head, table)
 
 
 def dropped(task: str) -> str:
