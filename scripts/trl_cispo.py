@@ -27,16 +27,11 @@ from minimax_hybrid.rl.trl_plugin import grpo_settings
 ATTENTION = ["qkv_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def is_sum(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """TRL hands over the data set's columns by name, and more besides."""
-    return [float(text == right) for text, right in zip(completions, answer, strict=True)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=str(DEMO), help="a folder with weights and tokenizer")
     parser.add_argument("--output", default="runs/trl")
-    parser.add_argument("--digits", type=int, default=3)
+    parser.add_argument("--digits", type=int, default=2)
     parser.add_argument("--steps", type=int, default=160, help="optimiser steps, 16 to a batch of rollouts")
     parser.add_argument("--responses", type=int, default=256, help="in a batch of rollouts, 8 to a prompt")
     parser.add_argument("--learning-rate", type=float, default=5e-5)
@@ -47,14 +42,20 @@ def main() -> None:
     dtype = torch.bfloat16 if args.bfloat16 else torch.float32
     model = MiniMaxM1ForCausalLM.from_pretrained(args.model, dtype=dtype)
     problems = draw(addition, random.Random(0), difficulty=args.digits, count=2048)
-    data = Dataset.from_list([{"prompt": p.prompt, "answer": p.answer} for p in problems])
+    data = Dataset.from_list([{"prompt": problem.prompt} for problem in problems])
+    by_prompt = {problem.prompt: problem for problem in problems}
+
+    def is_sum(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
+        """TRL hands over more than this by name."""
+        return [by_prompt[p].reward(text) for p, text in zip(prompts, completions, strict=True)]
+
     config = GRPOConfig(
         output_dir=args.output,
         max_steps=args.steps,
         per_device_train_batch_size=args.responses // 16,
         steps_per_generation=16,
         num_generations=8,
-        max_completion_length=args.digits + 2,
+        max_completion_length=2 * args.digits + 5,
         learning_rate=args.learning_rate,
         lr_scheduler_type="constant",
         cast_lm_head_to_fp32=args.bfloat16,
