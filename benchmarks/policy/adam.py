@@ -63,6 +63,8 @@ def run(model: str, name: str, scale: float, batches: int) -> list[Row]:
             settings,
             output=folder,
             batches=batches,
+            learning_rate=5e-5,
+            dynamic_sampling=None,
             save_every=1000,
             evaluate_every=1,
             evaluation_problems=200,

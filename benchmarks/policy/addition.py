@@ -46,6 +46,11 @@ def run(model: str, seed: int) -> list[Row]:
         policy = MiniMaxM1ForCausalLM.from_pretrained(model, dtype=torch.float32)
         Trainer(policy, AutoTokenizer.from_pretrained(model), find_task(settings.task), settings).train()
         log = read_log(Path(folder) / "log.jsonl")
+    return rows_of(log, seed)
+
+
+def rows_of(log: list[Row], seed: int) -> list[Row]:
+    """What is kept of a run's log."""
     seconds, rows = 0.0, []
     for line in log:
         if line["kind"] == "batch":

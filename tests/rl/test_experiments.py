@@ -38,7 +38,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs of one batch: four problems, two responses, two updates."""
     few = dataclasses.replace(
-        read_settings(addition.SETTINGS), batches=1, prompts=4, responses=2, updates=2, evaluation_problems=4
+        read_settings(addition.SETTINGS),
+        batches=1,
+        prompts=4,
+        responses=2,
+        updates=2,
+        evaluation_problems=4,
+        dynamic_sampling=None,
     )
     monkeypatch.setattr(addition, "read_settings", lambda _: few)
     monkeypatch.setattr(adam, "read_settings", lambda _: few)
