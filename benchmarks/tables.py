@@ -64,6 +64,8 @@ def page(path: Path) -> str:
         "Peak is the most resident memory of a process that does nothing else, weights and libraries "
         "included.",
     ]
+    note = path.with_suffix(".txt")  # what a reader of these rows must know, written by whoever measured
+    text += ["", note.read_text().strip()] if note.exists() else []
     measured = dict.fromkeys(row.case for row in rows)
     for name in sorted(measured, key=lambda name: list(CASES).index(name) if name in CASES else len(CASES)):
         of_case = [row for row in rows if row.case == name]
