@@ -6,6 +6,7 @@ Two spellings exist for the same model: the release's (`minimax_m1`, `minimax_te
 """
 
 import math
+import warnings
 from typing import Any
 
 import torch
@@ -183,7 +184,10 @@ class MiniMaxM1Config(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The raw dictionary, with the model type of any spelling we read turned into this class's own."""
-        config, kwargs = super().get_config_dict(*args, **kwargs)
+        try:
+            config, kwargs = super().get_config_dict(*args, **kwargs)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(f"config.json is not a JSON object ({error}), in {args[0]}") from error
         return cls._own_type(config), kwargs
 
     @classmethod
@@ -236,6 +240,13 @@ class MiniMaxM1Config(PreTrainedConfig):
                 raise ValueError(f"attn_type_list[{i}] is {kind!r}; a layer is 0 (lightning) or 1 (softmax)")
 
     def _read_factors(self, kwargs: dict[str, Any]) -> None:
+        for kind in ("alpha", "beta"):
+            names = {ours: theirs for theirs, ours in _ALPHA_BETA.items() if ours.endswith(kind)}
+            absent = [n for n, t in names.items() if getattr(self, n) is None and kwargs.get(t) is None]
+            if 0 < len(absent) < len(names):
+                warnings.warn(
+                    f"{', '.join(absent)} not given beside the other factors, so taken as 1", stacklevel=4
+                )
         for theirs, ours in _ALPHA_BETA.items():
             value = _agree(ours, getattr(self, ours), theirs, kwargs.pop(theirs, None), absent=1.0)
             setattr(self, ours, float(value) if _is_number(value) else value)

@@ -86,6 +86,13 @@ class HybridGenerationMixin:
             raise ValueError(
                 f"cache_implementation is {given!r}; this model generates with its own HybridCache"
             )
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
+            rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+            raise ValueError(
+                f"rows {rows} end in padding, and generation continues from the last position; pad on the "
+                "left (tokenizer.padding_side = 'left')"
+            )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
             if generation_config.is_assistant:

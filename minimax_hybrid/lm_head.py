@@ -36,10 +36,15 @@ def head_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`token_log_probs` of a model's head as it is.
 
-    A head that is more than its weight (an adapter, a sharding or offloading wrapper, another `head_dtype`)
-    is called, a few rows at a time, and again in the backward pass, so no full logits are kept then either.
+    A head that is more than its weight (an adapter, a hook, a sharding or offloading wrapper, another
+    `head_dtype`) is called, a few rows at a time, and again in the backward pass, so no full logits are kept
+    then either.
     """
-    if type(head) is LMHead and "forward" not in vars(head) and head.head_dtype == torch.float32:
+    if not temperature > 0:
+        raise ValueError(f"temperature is {temperature}; it must be above 0")
+    hooked = head._forward_hooks or head._forward_pre_hooks
+    plain = type(head) is LMHead and "forward" not in vars(head) and not hooked
+    if plain and head.head_dtype == torch.float32:
         return token_log_probs(hidden, head.weight, targets, temperature=temperature, entropy=entropy)
     rows = zip(hidden.flatten(0, -2).split(ROW_CHUNK), targets.flatten().split(ROW_CHUNK), strict=True)
     scored = [

@@ -299,6 +299,8 @@ def _config_for(cls: type, folder: Path, kwargs: dict[str, Any]) -> MiniMaxM1Con
         return config
     changes = {name: value for name, value in kwargs.items() if name not in ("config", "subfolder", "dtype")}
     source = folder if config is None else config
+    if config is None and not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"{folder} holds no config.json; it belongs beside the weights")
     return cls.config_class.from_pretrained(source, return_unused_kwargs=True, **changes)[0]
 
 

@@ -32,6 +32,9 @@ from .lm_head import LMHead, head_log_probs
 from .sequences import Sequences, find_sequences
 from .softmax_attention import SoftmaxAttention
 
+# How some collators mark packed documents, beside or in place of position ids
+_FLASH_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
 
 class DecoderLayer(GradientCheckpointingLayer):
     """Attention of the layer's kind, then the experts, each with a norm before it and a weighted residual."""
@@ -175,6 +178,12 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final
             norm; `router_logits` are L tensors (B * T, E); `attentions` have None in lightning layers.
         """
+        given = [name for name in _FLASH_BOUNDS if kwargs.get(name) is not None]
+        if given and position_ids is None:
+            raise ValueError(
+                f"{given[0]} bounds packed documents for one attention kernel only; give position_ids that "
+                "restart at each document, which every layer follows"
+            )
         cache = _one_cache(cache, past_key_values)
         x = self._embed(input_ids, inputs_embeds)
         B, T, _ = x.shape
@@ -309,9 +318,10 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         """Logits (B, T, V), the last `logits_to_keep` of them if that is above 0, in `config.head_dtype`.
 
         Args (beyond `MiniMaxM1Model.forward`):
-            labels: (B, T), -100 where nothing is to be learnt; shifted here. The loss is the mean, or the sum
-                over `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef` times the
-                load-balancing loss if router logits are asked for.
+            labels: (B, T), -100 where nothing is to be learnt; a token is predicted from the one before it
+                in its own sequence, wherever padding lies. The loss is the mean (0 where nothing is learnt),
+                or the sum over `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef`
+                times the load-balancing loss if router logits are asked for, by the same share of the whole.
         """
         wants_router = _asked(output_router_logits, self.config.output_router_logits)
         outputs = self.model(
@@ -325,22 +335,30 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             output_hidden_states=output_hidden_states,
             output_router_logits=wants_router,
             routed_experts=routed_experts,
+            **{name: kwargs.get(name) for name in _FLASH_BOUNDS},
         )
         hidden = outputs.last_hidden_state
+        if isinstance(logits_to_keep, int) and logits_to_keep < 0:
+            raise ValueError(f"logits_to_keep is {logits_to_keep}; 0 keeps all positions, n the last n")
         # -0 is 0: all of them
         kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
         logits = self.lm_head(hidden[:, kept])
         loss = aux_loss = None
         if labels is not None:
-            # the first token of a document has nothing to be predicted from
-            sequences = _sequences_of(labels, attention_mask, position_ids)
-            labels = labels.masked_fill(~_has_predecessor(sequences), -100)
-            loss = self.loss_function(logits, labels, self.vocab_size, **kwargs)
+            previous = _sequences_of(labels, attention_mask, position_ids).previous
+            targets = _next_tokens(labels, previous)
+            learnt = (targets != -100).sum()
+            total = kwargs.pop("num_items_in_batch", None)
+            total = learnt.clamp(min=1) if total is None else total
+            loss = self.loss_function(
+                logits, None, self.vocab_size, num_items_in_batch=total, shift_labels=targets, **kwargs
+            )
         if wants_router:
-            real = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :]
+            real = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :] != 0
             aux_loss = load_balancing_loss(outputs.router_logits, self.config.num_experts_per_tok, real)
             if labels is not None:
-                loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+                # a micro-batch counts by its share of the tokens, so that all of them add up to one loss
+                loss = loss + self.config.router_aux_loss_coef * (learnt / total) * aux_loss.to(loss.device)
         return HybridCausalLMOutput(
             loss=loss,
             aux_loss=aux_loss,
@@ -393,13 +411,18 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             routed_experts=routed_experts,
             use_cache=False,
         )
-        scored = _has_predecessor(_sequences_of(input_ids, attention_mask, position_ids))  # (B, T)
-        targets = torch.where(scored, input_ids, -100)[:, 1:]
-        hidden = outputs.last_hidden_state[:, :-1]
-        results = head_log_probs(self.lm_head, hidden, targets, temperature=temperature, entropy=entropy)
+        previous = _sequences_of(input_ids, attention_mask, position_ids).previous  # (B, T)
+        results = head_log_probs(
+            self.lm_head,
+            outputs.last_hidden_state,
+            _next_tokens(input_ids.long(), previous),
+            temperature=temperature,
+            entropy=entropy,
+        )
         results = results if entropy else (results,)
-        shifted = tuple(nn.functional.pad(x * scored[:, 1:], (1, 0)) for x in results)
-        return shifted if entropy else shifted[0]
+        # from the position that predicts a token to the token's own
+        found = tuple(nn.functional.pad(x, (1, 0)).gather(1, previous + 1) for x in results)
+        return found if entropy else found[0]
 
 
 class MiniMaxText01ForCausalLM(MiniMaxM1ForCausalLM):
@@ -440,13 +463,10 @@ def _sequences_of(tokens: Tensor, attention_mask: Tensor | None, position_ids: T
     )
 
 
-def _has_predecessor(sequences: Sequences) -> Tensor:
-    """(B, T) bool: positions that hold a token with another one of the same document before it."""
-    ids = sequences.position_ids
-    if sequences.real is not None:
-        return sequences.real & (sequences.real.long().cumsum(-1) > 1)
-    follows = torch.ones_like(ids, dtype=torch.bool)
-    follows[:, 0] = False
-    if sequences.cu_seqlens is not None:
-        follows.view(-1)[sequences.cu_seqlens[:-1].long()] = False
-    return follows
+def _next_tokens(tokens: Tensor, previous: Tensor) -> Tensor:
+    """(B, T): at each position the token that is predicted from it, -100 where none is."""
+    # column 0 takes what has no predecessor
+    shifted = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -100)
+    shifted.scatter_(1, previous + 1, torch.where(previous >= 0, tokens, -100))
+    shifted[:, 0] = -100
+    return shifted[:, 1:].contiguous()

@@ -33,6 +33,21 @@ class Sequences:
     cu_seqlens: Tensor | None = None
 
     @property
+    def previous(self) -> Tensor:
+        """(B, T), the column of the token before each token in its own document, wherever padding lies; -1
+        where there is none, and at padding."""
+        B, T = self.position_ids.shape
+        column = torch.arange(T, device=self.position_ids.device).expand(B, T)
+        if self.real is not None:
+            last = torch.where(self.real, column, -1).cummax(-1).values
+            before = torch.nn.functional.pad(last[:, :-1], (1, 0), value=-1)
+            return torch.where(self.real, before, -1)
+        before = column - 1
+        if self.cu_seqlens is not None:
+            before = before.flatten().index_fill(0, self.cu_seqlens[:-1].long(), -1).view(B, T)
+        return before
+
+    @property
     def last_document(self) -> Tensor:
         """(B, T) bool, the positions of each row's last packed document."""
         B, T = self.position_ids.shape
@@ -62,7 +77,10 @@ def find_sequences(
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1  # (B, T - 1)
     if history is not None:
         real = history[:, past:]
-        if bool((starts & real[:, 1:] & real[:, :-1]).any()):
+        # of two tokens with padding between them, too, the second comes later in the same sequence
+        highest = torch.where(real, position_ids, -1).cummax(-1).values
+        restarts = starts & real[:, :-1] | (position_ids[:, 1:] <= highest[:, :-1])
+        if bool((restarts & real[:, 1:]).any()):
             raise ValueError(
                 "position_ids restart between two real tokens (packed documents) and attention_mask hides "
                 "padding; give one of the two: packed rows without a mask, or one sequence in each padded row"
@@ -114,6 +132,13 @@ def _history(
             f"attention_mask must be {(B, past + T)}: {past} cached and {T} new positions, got "
             f"{tuple(attention_mask.shape)}"
         )
+    if attention_mask.dtype != torch.bool and attention_mask.device.type == "cpu":
+        other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
+        if other.numel():
+            raise ValueError(
+                f"attention_mask holds {other[0].item()}; it is 1 at tokens and 0 at padding, and not added "
+                "to scores"
+            )
     history = attention_mask.bool()
     if bool(history.all()):
         history = None

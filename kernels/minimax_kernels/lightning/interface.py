@@ -175,8 +175,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tenso
         )
     if log_decay.requires_grad:
         raise ValueError("log_decay is a constant of the layer and has no gradient; pass log_decay.detach()")
-    if readable(log_decay) and not bool((log_decay <= 0).all()):
-        raise ValueError(f"log_decay must be at most 0 (memory fades), got {log_decay.tolist()}")
+    if readable(log_decay) and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
+        raise ValueError(f"log_decay must be finite and at most 0 (memory fades), got {log_decay.tolist()}")
     if cu_seqlens is None:
         return B
     check_cu_seqlens(cu_seqlens, batch=B, positions=T)
