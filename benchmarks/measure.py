@@ -123,7 +123,6 @@ def _commit() -> str:
     def git(*words: str) -> str:
         return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
-    changed = git(
-        "status", "--porcelain", "--untracked-files=no", "--", "minimax_hybrid", "kernels", "benchmarks"
-    )
+    code = ("minimax_hybrid", "kernels", "benchmarks/*.py")
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", *code)
     return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")

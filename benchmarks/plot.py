@@ -36,9 +36,10 @@ def draw_twin(rows: list[Row], path: Path) -> None:
         ("decode", "time", "one decoded token, ms", 1e3),
         ("prefill", "peak memory", "peak memory of prefill, GB", 1e-9),
     )
-    with picture(path, panels=3) as axes:
-        for axis, (task, metric, title, scale) in zip(axes, panels, strict=True):
-            of_panel = [row for row in rows if row.task == task and row.metric == metric]
+    measured = [(panel, [row for row in rows if (row.task, row.metric) == panel[:2]]) for panel in panels]
+    measured = [(panel, of_panel) for panel, of_panel in measured if of_panel]
+    with picture(path, panels=len(measured)) as axes:
+        for axis, ((_, _, title, scale), of_panel) in zip(axes, measured, strict=True):
             _curves(axis, of_panel, scale=scale, labels=_LABEL)
             axis.set_title(title)
             axis.set_xlabel("context, tokens")
@@ -68,11 +69,11 @@ def draw_passkey(rows: list[Row], path: Path) -> None:
                 "lightning": "8 lightning", "softmax": "8 softmax"})  # fmt: skip
         if trained:
             axis.axvline(trained[0].length, color=COLORS["other"], lw=0.8, ls=":")
-            axis.annotate(" trained up to here", (trained[0].length, 50), color=COLORS["other"], fontsize=8.5)
+            axis.annotate(" trained up to here", (trained[0].length, 3), color=COLORS["other"], fontsize=8.5)
         axis.set_title("needles found, %")
         axis.set_ylim(-4, 104)
         axis.set_xlabel("input, tokens")
-        axis.legend(loc="lower left")
+        axis.legend(loc="upper right")
 
 
 def _curves(axis: Any, rows: list[Row], *, scale: float, labels: dict[str, str]) -> None:
