@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+
 from minimax_kernels import token_log_probs
 from minimax_kernels.log_probs.reference import token_log_probs_reference
-from torch import Tensor
 
 VOCABULARY = 200_064
 
