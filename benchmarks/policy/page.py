@@ -26,7 +26,7 @@ def filled(text: str) -> str:
 def addition() -> str:
     rows = [row for row in read_rows("addition") if "greedy" in row]
     seeds = sorted({row["seed"] for row in rows})
-    batches = sorted({row["batch"] for row in rows})
+    batches = sorted({row["batch"] for row in rows})[::2]
     cells = {(row["seed"], row["batch"]): row for row in rows}
     table = []
     for seed in seeds:
