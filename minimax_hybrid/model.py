@@ -29,7 +29,7 @@ from .generation import HybridGenerationMixin
 from .layers import RMSNorm, RotaryEmbedding, weighted_residual
 from .lightning_attention import LightningAttention
 from .lm_head import LMHead, head_log_probs
-from .sequences import Sequences, find_sequences
+from .sequences import Sequences, find_sequences, uncached_sequences
 from .softmax_attention import SoftmaxAttention
 
 # How some collators mark packed documents, beside or in place of position ids
@@ -345,8 +345,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         logits = self.lm_head(hidden[:, kept])
         loss = aux_loss = None
         if labels is not None:
-            previous = _sequences_of(labels, attention_mask, position_ids).previous
-            targets = _next_tokens(labels, previous)
+            targets = uncached_sequences(labels, attention_mask, position_ids).next_tokens(labels)
             learnt = (targets != -100).sum()
             total = kwargs.pop("num_items_in_batch", None)
             total = learnt.clamp(min=1) if total is None else total
@@ -411,17 +410,17 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             routed_experts=routed_experts,
             use_cache=False,
         )
-        previous = _sequences_of(input_ids, attention_mask, position_ids).previous  # (B, T)
+        sequences = uncached_sequences(input_ids, attention_mask, position_ids)
         results = head_log_probs(
             self.lm_head,
             outputs.last_hidden_state,
-            _next_tokens(input_ids.long(), previous),
+            sequences.next_tokens(input_ids.long()),
             temperature=temperature,
             entropy=entropy,
         )
         results = results if entropy else (results,)
         # from the position that predicts a token to the token's own
-        found = tuple(nn.functional.pad(x, (1, 0)).gather(1, previous + 1) for x in results)
+        found = tuple(nn.functional.pad(x, (1, 0)).gather(1, sequences.previous + 1) for x in results)
         return found if entropy else found[0]
 
 
@@ -452,21 +451,3 @@ def _one_cache(cache: HybridCache | None, past_key_values: HybridCache | None) -
     if cache is not None and past_key_values is not None and cache is not past_key_values:
         raise ValueError("cache and past_key_values are two names of one argument; give one of them")
     return past_key_values if cache is None else cache
-
-
-def _sequences_of(tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Sequences:
-    """Sequences that continue no cache, in rows of tokens (B, T); of a mask, the last T columns count."""
-    B, T = tokens.shape
-    mask = None if attention_mask is None else attention_mask[:, -T:]
-    return find_sequences(
-        B, T, attention_mask=mask, position_ids=position_ids, cache=None, device=tokens.device
-    )
-
-
-def _next_tokens(tokens: Tensor, previous: Tensor) -> Tensor:
-    """(B, T): at each position the token that is predicted from it, -100 where none is."""
-    # column 0 takes what has no predecessor
-    shifted = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -100)
-    shifted.scatter_(1, previous + 1, torch.where(previous >= 0, tokens, -100))
-    shifted[:, 0] = -100
-    return shifted[:, 1:].contiguous()

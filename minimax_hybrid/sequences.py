@@ -47,6 +47,14 @@ class Sequences:
             before = before.flatten().index_fill(0, self.cu_seqlens[:-1].long(), -1).view(B, T)
         return before
 
+    def next_tokens(self, tokens: Tensor) -> Tensor:
+        """(B, T): at each position which of `tokens` (B, T) is predicted from it, -100 where none is."""
+        previous = self.previous
+        # column 0 takes what has no predecessor
+        shifted = tokens.new_full((tokens.shape[0], tokens.shape[1] + 1), -100)
+        shifted.scatter_(1, previous + 1, torch.where(previous >= 0, tokens, -100))
+        return shifted[:, 1:].contiguous()
+
     @property
     def last_document(self) -> Tensor:
         """(B, T) bool, the positions of each row's last packed document."""
@@ -96,6 +104,17 @@ def find_sequences(
     first = torch.cat([torch.ones_like(starts[:, :1]), starts], dim=1).flatten().nonzero().squeeze(1)
     bounds = torch.cat([first, first.new_tensor([B * T])]).to(torch.int32)
     return Sequences(position_ids, cu_seqlens=bounds)
+
+
+def uncached_sequences(
+    tokens: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Sequences:
+    """Sequences that continue no cache, in rows of tokens (B, T); of a mask, the last T columns count."""
+    B, T = tokens.shape
+    mask = None if attention_mask is None else attention_mask[:, -T:]
+    return find_sequences(
+        B, T, attention_mask=mask, position_ids=position_ids, cache=None, device=tokens.device
+    )
 
 
 def padded_lightning_attention(

@@ -409,7 +409,12 @@ def _started(endless: Path) -> subprocess.Popen:
     """A generation that goes on for long, after its first characters."""
     arguments = "generate", "--model", endless, "--prompt", "ab", "--max-new-tokens", 1000000
     process = subprocess.Popen(
-        command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        command(*arguments),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        # a run of the tests in the background hands down an ignored SIGINT
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert process.stdout.read(3)
     return process
