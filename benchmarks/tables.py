@@ -11,6 +11,7 @@ A number is the median; ± is half the distance from the 20th to the 80th percen
 
 import argparse
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from minimax_hybrid.plotting import tokens
@@ -147,9 +148,9 @@ def readme_table(name: str) -> str:
     return f"{_table(rows)}\n\n{provenance(rows)}" if rows else "Not measured."
 
 
-def filled(text: str) -> str:
+def filled(text: str, table: Callable[[str], str] = readme_table) -> str:
     """A document with every table between its marks made anew."""
-    return _MARKED.sub(lambda found: f"{found[1]}\n{readme_table(found[2])}\n{found[3]}", text)
+    return _MARKED.sub(lambda found: f"{found[1]}\n{table(found[2])}\n{found[3]}", text)
 
 
 def index() -> str:

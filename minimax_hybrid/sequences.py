@@ -6,6 +6,7 @@ such a mask: the padded rows of `generate` restart too, where the padding ends. 
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,7 +33,7 @@ class Sequences:
     history: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    @property
+    @cached_property
     def previous(self) -> Tensor:
         """(B, T), the column of the token before each token in its own document, wherever padding lies; -1
         where there is none, and at padding."""
@@ -55,7 +56,7 @@ class Sequences:
         shifted.scatter_(1, previous + 1, torch.where(previous >= 0, tokens, -100))
         return shifted[:, 1:].contiguous()
 
-    @property
+    @cached_property
     def last_document(self) -> Tensor:
         """(B, T) bool, the positions of each row's last packed document."""
         B, T = self.position_ids.shape

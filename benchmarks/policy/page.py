@@ -6,21 +6,20 @@ A table stands between `<!-- rows: name -->` and `<!-- end of rows -->`; the wor
 hand.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 
+from benchmarks import tables
 from benchmarks.policy.objectives import OBJECTIVES, TARGET, steps_to
 from benchmarks.policy.records import origin, read_rows
 
 PAGE = Path(__file__).parent / "README.md"
-_MARKED = re.compile(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end of rows -->)", re.DOTALL)
 
 
 def filled(text: str) -> str:
     """The page's text with every table made anew."""
-    return _MARKED.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", text)
+    return tables.filled(text, lambda name: TABLES[name]())
 
 
 def addition() -> str:
