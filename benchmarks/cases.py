@@ -78,7 +78,9 @@ CASES = {
             "512, 8 heads of 64, 2 key/value heads, 8 experts (2 chosen) of 1,024, vocabulary 8,192, rotary "
             "32",
             ("ours", "transformers"),
-            ("tests/test_benchmarks.py::test_transformers_class_gives_the_same_logits_where_its_rotary_allows",),
+            (
+                "tests/test_benchmarks.py::test_transformers_class_gives_the_same_logits_where_its_rotary_allows",
+            ),
             _native_tasks(),
             (
                 Task("prefill", 1024, rounds=2),

@@ -1,6 +1,6 @@
 """Pictures of the committed rows; measures nothing.
 
-    python -m benchmarks.plot        figures/twin.svg, operators.svg and passkey.svg, as far as measured
+python -m benchmarks.plot        figures/twin.svg, operators.svg and passkey.svg, as far as measured
 """
 
 from pathlib import Path

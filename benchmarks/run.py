@@ -1,9 +1,9 @@
 """Run a case: its tests, then its tasks; append the rows and write the page and the pictures.
 
-    python -m benchmarks.run                          what there is
-    python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
-    python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
-    python -m benchmarks.run --quick                  every case, a few rounds each
+python -m benchmarks.run                          what there is
+python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
+python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
+python -m benchmarks.run --quick                  every case, a few rounds each
 """
 
 import argparse

@@ -15,8 +15,11 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def chat_text(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *,
-    add_generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> str:
     """The conversation as the tokenizer's template writes it.
 
@@ -43,8 +46,11 @@ def chat_text(
 
 
 def chat_tokens(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], *,
-    add_generation_prompt: bool = False, tools: list[dict[str, Any]] | None = None,
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    add_generation_prompt: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> list[int]:
     """The tokens of `chat_text`; the template has already written every special token."""
     text = chat_text(tokenizer, messages, add_generation_prompt=add_generation_prompt, tools=tools)

@@ -69,8 +69,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="write a checkpoint in another published layout")
     convert.add_argument("source", type=Path, metavar="SRC", help="folder of a checkpoint")
     convert.add_argument("target", type=Path, metavar="DST", help="new folder")
-    convert.add_argument("--layout", required=True, choices=LAYOUTS,
-                         help="minimax is transformers' own, with stacked experts")
+    convert.add_argument(
+        "--layout", required=True, choices=LAYOUTS, help="minimax is transformers' own, with stacked experts"
+    )
     convert.set_defaults(run=_convert)
     _add_cost(commands)
     train = commands.add_parser("train", help="reinforcement learning, from a settings file")
@@ -88,17 +89,33 @@ def _add_generate(commands: Any) -> None:
     )  # fmt: skip
     parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the bundled demo)")
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
-    parser.add_argument("--prompt-file", action="append", default=[], metavar="FILE",
-                        help="one prompt, less a newline at its end; - is standard input; may be repeated")
-    parser.add_argument("--chat", action="append", default=[], metavar="FILE|TEXT",
-                        help="a JSON file of messages, or what the user says; may be repeated")
+    parser.add_argument(
+        "--prompt-file",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="one prompt, less a newline at its end; - is standard input; may be repeated",
+    )
+    parser.add_argument(
+        "--chat",
+        action="append",
+        default=[],
+        metavar="FILE|TEXT",
+        help="a JSON file of messages, or what the user says; may be repeated",
+    )
     parser.add_argument("--max-new-tokens", type=_count, default=256, metavar="N")
     parser.add_argument("--temperature", type=_positive, default=1.0, metavar="X")
     parser.add_argument("--top-p", type=_share, default=0.95, metavar="P")
     parser.add_argument("--greedy", action="store_true", help="always the likeliest token")
     parser.add_argument("--seed", type=_seed, metavar="N", help="makes sampling repeatable")
-    parser.add_argument("--repetition-stop", type=_count, nargs="?", const=3000, metavar="RUN",
-                        help="end a text after RUN tokens in a row (3000) above the threshold")
+    parser.add_argument(
+        "--repetition-stop",
+        type=_count,
+        nargs="?",
+        const=3000,
+        metavar="RUN",
+        help="end a text after RUN tokens in a row (3000) above the threshold",
+    )
     parser.add_argument("--repetition-threshold", type=_share, default=0.99, metavar="P")
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as stored")
     parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
@@ -110,11 +127,20 @@ def _add_generate(commands: Any) -> None:
 def _add_cost(commands: Any) -> None:
     parser = commands.add_parser("cost", help="parameters, FLOPs, bytes and time bounds of a configuration")
     parser.add_argument("config", metavar="DIR|CONFIG.json|m1|tiny")
-    parser.add_argument("--against", choices=("softmax", "r1", "qwen3"), default="softmax",
-                        help="the same model with softmax everywhere, DeepSeek-R1 or Qwen3-235B")
+    parser.add_argument(
+        "--against",
+        choices=("softmax", "r1", "qwen3"),
+        default="softmax",
+        help="the same model with softmax everywhere, DeepSeek-R1 or Qwen3-235B",
+    )
     parser.add_argument("--lengths", type=_count, nargs="+", metavar="N", help="contexts in tokens")
-    parser.add_argument("--device", action="append", default=[], metavar="NAME",
-                        help="add roofline bounds: h100, h800, h200, or cpu (measured now); may be repeated")
+    parser.add_argument(
+        "--device",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="add roofline bounds: h100, h800, h200, or cpu (measured now); may be repeated",
+    )
     parser.add_argument("--dtype", default="bfloat16", help="type of weights, keys and values")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE.svg", help="draw it as well")

@@ -1,8 +1,8 @@
 """Cost tables of a configuration against its softmax twin, DeepSeek-R1 or Qwen3-235B: data, text, picture.
 
-    report = cost_report(config, against="softmax")      plain numbers, ready for json.dumps
-    print(cost_text(report))
-    cost_plot(report, "cost.svg")
+report = cost_report(config, against="softmax")      plain numbers, ready for json.dumps
+print(cost_text(report))
+cost_plot(report, "cost.svg")
 """
 
 from collections.abc import Sequence
@@ -23,8 +23,11 @@ _FIGURE_NAMES = {"r1": "DeepSeek R1", "qwen3": "Qwen3-235B-A22B"}
 
 
 def cost_report(
-    config: MiniMaxM1Config, *,
-    lengths: Sequence[int] = LENGTHS, against: Against = "softmax", devices: Sequence[Device] = (),
+    config: MiniMaxM1Config,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    against: Against = "softmax",
+    devices: Sequence[Device] = (),
     dtype: str = "bfloat16",
 ) -> dict[str, Any]:
     """Everything the cost model says about a configuration, as plain numbers.
@@ -117,7 +120,8 @@ def _parameter_text(report: dict[str, Any]) -> str:
     counts = report["parameters"]
     lines = [
         (name, f"{total:,}", f"{counts['active_components'][name]:,}")
-        for name, total in counts["components"].items() if total
+        for name, total in counts["components"].items()
+        if total
     ]
     active = sum(counts["active_components"].values())
     lines += [

@@ -106,7 +106,9 @@ def _figure_r1() -> Curve:
     # 61 layers of experts and 3 dense layers besides: the model has 58 + 3
     weights = R1.layers * (R1.attention + R1.experts) + R1.dense_layers * R1.dense + R1.head
     return Curve(
-        R1.name, 2 * weights, R1.layers * 128 * (192 + 2 * 128),
+        R1.name,
+        2 * weights,
+        R1.layers * 128 * (192 + 2 * 128),
         departs="61 layers of experts and 3 dense ones are counted; the model has 58 and 3",
     )
 
@@ -114,7 +116,9 @@ def _figure_r1() -> Curve:
 def _figure_qwen3() -> Curve:
     weights = QWEN3.layers * (QWEN3.attention + QWEN3.experts) + QWEN3.head
     return Curve(
-        QWEN3.name, 2 * weights, QWEN3.layers * 64 * (128 + 2 * 128),
+        QWEN3.name,
+        2 * weights,
+        QWEN3.layers * 64 * (128 + 2 * 128),
         departs="layers and widths are the model's",
     )
 
@@ -130,7 +134,9 @@ def _figure_m1() -> Curve:
     weights += config.num_hidden_layers * experts + config.vocab_size * M
     memory = 2 * (H * D) ** 2  # per lightning layer and token; the recurrence needs 4 H D^2, 32 times less
     return Curve(
-        "MiniMax-M1", 2 * weights + lightning_layers * memory, softmax_layers * H * (D + 2 * D),
+        "MiniMax-M1",
+        2 * weights + lightning_layers * memory,
+        softmax_layers * H * (D + 2 * D),
         departs="72 lightning and 8 softmax layers are counted, the model has 70 and 10; "
         f"a lightning layer's memory is counted as 2 (H D)^2 = {memory:,} FLOPs a token, "
         f"the recurrence needs 4 H D^2 = {4 * H * D * D:,}",

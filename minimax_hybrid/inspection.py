@@ -1,8 +1,8 @@
 """What a checkpoint folder holds and needs, from its config and the headers of its shards: no weight is read.
 
-    report = inspect_report(folder)         plain numbers, ready for json.dumps
-    print(inspect_text(report))
-    report["fits"]                          False if a tensor is missing, left over or of another shape
+report = inspect_report(folder)         plain numbers, ready for json.dumps
+print(inspect_text(report))
+report["fits"]                          False if a tensor is missing, left over or of another shape
 """
 
 import json

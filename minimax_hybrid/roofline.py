@@ -61,8 +61,13 @@ class Bound:
 
 
 def decode_bound(
-    config: MiniMaxM1Config, length: int, device: Device, *,
-    batch: int = 1, devices: int = 1, dtype: str = "bfloat16",
+    config: MiniMaxM1Config,
+    length: int,
+    device: Device,
+    *,
+    batch: int = 1,
+    devices: int = 1,
+    dtype: str = "bfloat16",
 ) -> Bound:
     """One token for each of `batch` sequences that hold `length` tokens.
 
@@ -83,8 +88,13 @@ def decode_bound(
 
 
 def prefill_bound(
-    config: MiniMaxM1Config, length: int, device: Device, *,
-    batch: int = 1, devices: int = 1, dtype: str = "bfloat16",
+    config: MiniMaxM1Config,
+    length: int,
+    device: Device,
+    *,
+    batch: int = 1,
+    devices: int = 1,
+    dtype: str = "bfloat16",
 ) -> Bound:
     """`length` tokens of each of `batch` prompts: the weights are read once and the caches written once."""
     moved = weight_bytes(config, dtype) + batch * cache_bytes(config, length, dtype=dtype).total

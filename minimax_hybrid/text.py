@@ -1,9 +1,9 @@
 """Text in, text out: prompts to one batch of tokens, text as it comes, and what it took.
 
-    tokenizer = load_tokenizer(folder)
-    prompts = [encode(tokenizer, "12+34=")]
-    result = generate_text(load_model(folder), tokenizer, prompts, Settings())
-    result.texts, result.reasons, result.summary()
+tokenizer = load_tokenizer(folder)
+prompts = [encode(tokenizer, "12+34=")]
+result = generate_text(load_model(folder), tokenizer, prompts, Settings())
+result.texts, result.reasons, result.summary()
 """
 
 import time
@@ -115,8 +115,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: boo
 
 
 def generate_text(
-    model: MiniMaxM1ForCausalLM, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]],
-    settings: Settings, *, show: Callable[[str], Any] | None = None,
+    model: MiniMaxM1ForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    settings: Settings,
+    *,
+    show: Callable[[str], Any] | None = None,
 ) -> Generated:
     """Continue a batch of prompts.
 
@@ -208,8 +212,7 @@ def _lost(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     rows = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
     unknown = tokenizer.unk_token_id
     return "".join(
-        c for c, row in zip(characters, rows, strict=True)
-        if unknown in row or not row and not c.isspace()
+        c for c, row in zip(characters, rows, strict=True) if unknown in row or not row and not c.isspace()
     )
 
 

@@ -42,7 +42,8 @@ def step_metrics(scored: dict[str, Tensor], objective: Objective, *, on_policy: 
     row = {name: values[None] for name, values in scored.items()}
     log_probs, old, A = row["log_prob"], row["old_log_prob"], row["advantage"]
     everything = torch.ones_like(A, dtype=torch.bool)
-    _, metrics = policy_loss(log_probs, old, A, everything, objective, entropy=row["entropy"])
+    extra = {"entropy": row["entropy"], "ref_log_probs": row.get("ref_log_prob")}
+    _, metrics = policy_loss(log_probs, old, A, everything, objective, **extra)
     if on_policy:
         metrics |= {f"rollout_{k}": v for k, v in agreement(log_probs, old, everything).items()}
     return metrics

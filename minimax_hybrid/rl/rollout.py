@@ -66,13 +66,21 @@ def sample(
     group.
 
     Raises:
-        ValueError: an empty prompt.
+        ValueError: an empty prompt, less than one copy, tokens that the model does not have.
         FloatingPointError: logits that are not finite, with prompt and step.
     """
     if not prompts:
         return []
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"prompts {empty[:10]} are empty: the first token needs one before it")
+    if copies < 1:
+        raise ValueError(f"copies must be at least 1, got {copies}")
+    V = model.config.vocab_size
+    given = {sampling.pad_token, *sampling.end_tokens, *(token for prompt in prompts for token in prompt)}
+    if foreign := sorted(token for token in given if not 0 <= token < V):
+        raise ValueError(
+            f"tokens {foreign[:10]} of the prompts, pad_token or end_tokens are outside the vocabulary of {V}"
+        )
     training = model.training
     model.eval()
     try:

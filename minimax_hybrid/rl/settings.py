@@ -2,9 +2,9 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective
 
@@ -14,6 +14,17 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
     "grpo": GRPO,
     "reinforce": REINFORCE,
 }
+
+
+@dataclass(frozen=True)
+class Later:
+    """What changes from a batch on; what is None stays. The report's section 5 has a lower threshold of
+    gradient clipping and a lower eps_high at later stages, and gives neither values nor times."""
+
+    batch: int
+    learning_rate: float | None = None
+    max_grad_norm: float | None = None
+    objective: Objective | None = None
 
 
 @dataclass(frozen=True)
@@ -39,6 +50,7 @@ class Settings:
         repetition_run: end a response after so many confident tokens in a row (report: 3,000).
         evaluate_every, evaluation_problems: greedy accuracy on held-out problems, every so many batches.
         save_every: batches between checkpoints.
+        later: changes of learning rate, clipping or objective, by batch.
     """
 
     model: str
@@ -66,6 +78,23 @@ class Settings:
     save_every: int = 5
     tensorboard: bool = False
     seed: int = 0
+    later: tuple[Later, ...] = ()
+
+    def at(self, batch: int) -> "Settings":
+        """These settings with what has changed up to and including that batch."""
+        now = self
+        for change in self.later:
+            if change.batch <= batch:
+                named = {field.name: getattr(change, field.name) for field in fields(change)}
+                del named["batch"]
+                now = replace(now, later=(), **{k: v for k, v in named.items() if v is not None})
+        return now
+
+    @property
+    def wants_reference(self) -> bool:
+        """Whether some objective of the run has a KL term, which needs the policy that the run began with."""
+        objectives = [self.objective, *(change.objective for change in self.later if change.objective)]
+        return any(objective.kl_coefficient > 0 for objective in objectives)
 
     def __post_init__(self) -> None:
         for name in (
@@ -89,10 +118,14 @@ class Settings:
             raise ValueError(
                 f"updates is {self.updates}, more than the {self.prompts * self.responses} responses"
             )
-        if self.objective.kl_coefficient > 0:
-            raise ValueError(
-                "this trainer keeps no reference policy: set kl_coefficient to 0 (CISPO has none)"
-            )
+        batches = [change.batch for change in self.later]
+        if batches != sorted(set(batches)) or min(batches, default=1) < 1:
+            raise ValueError(f"the batches of later changes must grow from at least 1, got {batches}")
+        for batch in batches:
+            self.at(batch)  # each state of the run is as good as the first
+
+
+Kind = TypeVar("Kind", Later, Settings)
 
 
 def read_settings(path: Path | str) -> Settings:
@@ -102,22 +135,37 @@ def read_settings(path: Path | str) -> Settings:
         name = "cispo"
         ratio_max = 5.0
 
+        [[later]]               # as many as there are changes
+        batch = 100
+        learning_rate = 1e-5
+        max_grad_norm = 0.5
+        objective = { name = "cispo", ratio_max = 3.0 }
+
     Raises:
         ValueError: unknown, missing or impossible settings, by name.
     """
     table = tomllib.loads(Path(path).read_text())
-    known = {field.name for field in fields(Settings)}
-    if unknown := sorted(set(table) - known):
-        raise ValueError(f"{path}: unknown settings {unknown}; known are {sorted(known)}")
     for name in ("windows", "reward_range"):
         if name in table:
             table[name] = tuple(table[name])
-    if "objective" in table:
-        table["objective"] = read_objective(table["objective"])
     try:
-        return Settings(**table)
-    except TypeError as error:
+        if "later" in table:
+            table["later"] = tuple(_build(Later, change, "later: ") for change in table["later"])
+        return _build(Settings, table)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _build(kind: type[Kind], table: dict[str, Any], where: str = "") -> Kind:
+    known = {field.name for field in fields(kind)}
+    if unknown := sorted(set(table) - known):
+        raise ValueError(f"{where}unknown settings {unknown}; known are {sorted(known)}")
+    if "objective" in table:
+        table = table | {"objective": read_objective(table["objective"])}
+    try:
+        return kind(**table)
+    except TypeError as error:
+        raise ValueError(f"{where}{error}") from None
 
 
 def read_objective(table: dict[str, Any]) -> Objective:

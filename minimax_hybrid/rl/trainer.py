@@ -7,12 +7,13 @@
 
 AdamW has the report's betas (0.9, 0.95) and eps 1e-15 and a float32 state: most gradients there were below
 1e-14. The report gives no learning rate, weight decay (none here) or threshold of gradient clipping for this
-stage.
+stage; `Settings.later` changes them at a batch of your choice.
 
 Every random choice of batch n follows from the seed and n alone, so a run that was killed goes on from its
 last checkpoint to the very numbers it would have had.
 """
 
+import copy
 import importlib
 import json
 import math
@@ -30,7 +31,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
 from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
-from .batches import Response, batch_log_probs, collate
+from .batches import Batch, Response, batch_log_probs, collate
 from .checkpoints import load_checkpoint, newest_checkpoint, replace_text, save_checkpoint
 from .grading import Graded, grade
 from .logs import Logs
@@ -51,8 +52,8 @@ def train_from_file(path: Path | str) -> Path:
     settings = read_settings(path)
     logging.disable_progress_bar()  # one bar is enough
     source = DEMO if settings.model == "demo" else settings.model
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
     return Trainer(model, tokenizer, find_task(settings.task), settings).train()
 
 
@@ -67,7 +68,11 @@ def find_task(name: str) -> Task:
 
 
 class Trainer:
-    """Holds what the loop needs: model, tokenizer, task, settings, optimiser, window, logs."""
+    """Holds what the loop needs: model, tokenizer, task, settings, optimiser, window, logs.
+
+    The model it is given is the policy that the run begins with, also where the run goes on from a checkpoint:
+    a KL term refers to it.
+    """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, task: Task, settings: Settings):
         narrow = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32}
@@ -84,6 +89,9 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0
         )
+        self.reference = None
+        if settings.wants_reference:
+            self.reference = copy.deepcopy(model).eval().requires_grad_(False)
         self.window = StagedWindow(settings.windows)
         self.folder = Path(settings.output)
         self.done = self.step = 0  # batches, optimiser steps
@@ -157,7 +165,7 @@ class Trainer:
 
     def one_step(self, update: int, responses: list[Response], advantages: Tensor) -> None:
         """One optimiser step on these responses, by micro-batches that change nothing but memory."""
-        settings = self.settings
+        settings = self.settings.at(self.done)
         lengths = lengths_of(responses)
         whole = (float(lengths.sum()), float((lengths > 0).sum()))
         self.optimizer.zero_grad()
@@ -170,8 +178,15 @@ class Trainer:
                 self.model, batch, temperature=settings.temperature, replay_routing=settings.replay_routing
             )
             A, mask = advantages[rows].to(self.device), batch.response_mask
+            reference = self.reference_log_probs(batch)
             part, _ = policy_loss(
-                log_probs, batch.old_log_probs, A, mask, settings.objective, normaliser=whole
+                log_probs,
+                batch.old_log_probs,
+                A,
+                mask,
+                settings.objective,
+                normaliser=whole,
+                ref_log_probs=reference,
             )
             part.backward()
             loss += part.item()
@@ -182,15 +197,27 @@ class Trainer:
                 "advantage": A[:, None].expand_as(mask),
                 "entropy": entropy.detach(),
             }
+            if reference is not None:
+                every["ref_log_prob"] = reference
             scored.append({name: x[mask] for name, x in every.items()})
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if not (math.isfinite(loss) and norm.isfinite()):
             self.stop(update, loss, responses)
         torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = settings.learning_rate
         self.optimizer.step()
         self.step += 1
         joined = {name: torch.cat([part[name] for part in scored]) for name in scored[0]}
         self.log_update(update, loss, float(norm), joined)
+
+    @torch.no_grad()
+    def reference_log_probs(self, batch: Batch) -> Tensor | None:
+        """(B, T) under the policy that the run began with, through experts of its own; None if no term needs
+        it."""
+        if self.reference is None:
+            return None
+        return batch_log_probs(self.reference, batch, temperature=self.settings.temperature)[0]
 
     def stop(self, update: int, loss: float, responses: list[Response]) -> None:
         found = describe(
@@ -253,7 +280,8 @@ class Trainer:
     def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
         values = {"update": update, "loss": loss, "grad_norm": norm}
         # Before the first step of a batch, training and rollout are the same policy.
-        values |= step_metrics(scored, self.settings.objective, on_policy=update == 0)
+        objective = self.settings.at(self.done).objective
+        values |= step_metrics(scored, objective, on_policy=update == 0)
         self.logs.write("update", self.done, step=self.step, values=values)
 
     @property

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ class Scripted(torch.nn.Module):
         super().__init__()
         self.scripts = torch.tensor(probabilities)
         self.unused = torch.nn.Parameter(torch.zeros(1))
+        self.config = SimpleNamespace(vocab_size=4)
         self.step = 0
 
     def forward(self, input_ids: Tensor, **options: object) -> object:
@@ -241,6 +243,12 @@ def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
         ),
         ("no responses", lambda: collate([], pad_token=PAD)),
         ("prompts \\[1\\] are empty", lambda: sample(model, [[3], []], SAMPLING)),
+        ("copies must be at least 1, got 0", lambda: sample(model, [[3]], SAMPLING, copies=0)),
+        ("tokens \\[-1, 99\\] .* outside the vocabulary", lambda: sample(model, [[3, 99], [-1]], SAMPLING)),
+        (
+            "tokens \\[99\\]",
+            lambda: sample(model, [[3]], dataclasses.replace(SAMPLING, pad_token=99, end_tokens=(99,))),
+        ),
         ("temperature must be", lambda: dataclasses.replace(SAMPLING, temperature=0.0)),
         ("max_new_tokens must be", lambda: dataclasses.replace(SAMPLING, max_new_tokens=0)),
         ("end_tokens is empty", lambda: dataclasses.replace(SAMPLING, end_tokens=())),

@@ -16,7 +16,8 @@ import toy
 
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.non_finite import NonFiniteError
-from minimax_hybrid.rl.objective import DAPO, GRPO, REINFORCE
+from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO, REINFORCE
+from minimax_hybrid.rl.settings import Later
 from minimax_hybrid.rl.tasks import Problem
 from minimax_hybrid.rl.trainer import Task, Trainer, find_task, train_from_file
 
@@ -272,6 +273,32 @@ def test_replayed_routing_and_the_other_objectives_run(tmp_path: Path) -> None:
         ).train()
         first = log(tmp_path / name, "update")[0]
         assert first["rollout_log_ratio_max"] < 1e-4
+
+
+def test_a_kl_term_holds_the_policy_near_the_one_that_the_run_began_with(tmp_path: Path) -> None:
+    logs = {}
+    for name, coefficient, parts in (("free", 1e-9, [8]), ("held", 10.0, [8]), ("resumed", 10.0, [3, 8])):
+        for batches in parts:
+            objective = GRPO(kl_coefficient=coefficient)
+            trainer(tmp_path / name, batches=batches, objective=objective).train()
+        logs[name] = [line["kl_reference"] for line in log(tmp_path / name, "update")]
+    assert logs["held"][0] == pytest.approx(0.0, abs=1e-9)
+    assert logs["free"][-1] > 10 * logs["held"][-1] > 0
+    assert logs["resumed"] == logs["held"]
+
+
+def test_later_settings_come_into_force_at_their_batch(tmp_path: Path) -> None:
+    later = (Later(batch=2, learning_rate=1e-12, max_grad_norm=0.5, objective=CISPO(ratio_max=1.0)),)
+    seen = {}
+    for batches in (2, 3):
+        run = trainer(tmp_path, batches=batches, later=later)
+        run.train()
+        seen[batches] = weights(run)
+    updates = log(tmp_path, "update")
+    assert max(line["ratio_largest"] for line in updates if line["batch"] == 1) > 1.001
+    assert all(line["ratio_largest"] < 1.0001 for line in updates if line["batch"] == 2)
+    for name, value in seen[3].items():
+        torch.testing.assert_close(value, seen[2][name], rtol=0, atol=1e-7, msg=name)
 
 
 def test_the_policy_in_half_precision_is_refused(tmp_path: Path) -> None:

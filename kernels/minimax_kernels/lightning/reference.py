@@ -1,7 +1,7 @@
 """Lightning attention token by token: the definition every other backend is held to.
 
-    state[t] = exp(log_decay) * state[t-1] + outer(k[t], v[t])
-    out[t]   = q[t] @ state[t]
+state[t] = exp(log_decay) * state[t-1] + outer(k[t], v[t])
+out[t]   = q[t] @ state[t]
 """
 
 import torch
