@@ -70,8 +70,8 @@ def find_task(name: str) -> Task:
 class Trainer:
     """Holds what the loop needs: model, tokenizer, task, settings, optimiser, window, logs.
 
-    The model it is given is the policy that the run begins with, also where the run goes on from a checkpoint:
-    a KL term refers to it.
+    The model it is given is the policy that the run begins with, which a KL term refers to, also where the
+    run goes on from a checkpoint.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, task: Task, settings: Settings):
