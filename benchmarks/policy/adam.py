@@ -21,7 +21,8 @@ from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.settings import read_settings
-from minimax_hybrid.rl.trainer import DEMO, Trainer, find_task
+from minimax_hybrid.rl.trainer import Trainer, find_task
+from minimax_hybrid.text import DEMO
 
 ADAMS = {"report": ((0.9, 0.95), 1e-15), "default": ((0.9, 0.999), 1e-8)}
 SCALES = (1.0, 1e-10)

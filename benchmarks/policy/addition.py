@@ -18,7 +18,8 @@ from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.settings import read_settings
-from minimax_hybrid.rl.trainer import DEMO, Trainer, find_task
+from minimax_hybrid.rl.trainer import Trainer, find_task
+from minimax_hybrid.text import DEMO
 
 SETTINGS = Path(__file__).parent.parent.parent / "scripts" / "rl_addition.toml"
 

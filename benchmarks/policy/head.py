@@ -25,7 +25,7 @@ from minimax_hybrid.rl.agreement import agreement
 from minimax_hybrid.rl.batches import Batch, collate
 from minimax_hybrid.rl.rollout import Sampling, sample
 from minimax_hybrid.rl.tasks import addition, draw
-from minimax_hybrid.rl.trainer import DEMO
+from minimax_hybrid.text import DEMO
 
 KEPT = 2000  # tokens of each condition that go into the rows, for the scatter plots
 OPENINGS = ("The ", "Once upon a time ", "One sunny day ", "Count with me: ", "Today is ")

@@ -31,7 +31,8 @@ from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO
 from minimax_hybrid.rl.rollout import Sampling, sample
 from minimax_hybrid.rl.settings import Settings
 from minimax_hybrid.rl.tasks import Problem, addition, draw
-from minimax_hybrid.rl.trainer import DEMO, Trainer
+from minimax_hybrid.rl.trainer import Trainer
+from minimax_hybrid.text import DEMO
 
 OBJECTIVES = {"cispo": CISPO(ratio_max=5.0), "dapo": DAPO(), "grpo": GRPO()}
 WAIT = "wait "

@@ -77,6 +77,7 @@ class Settings:
     evaluation_problems: int = 200
     save_every: int = 5
     tensorboard: bool = False
+    device: str = "cpu"
     seed: int = 0
     later: tuple[Later, ...] = ()
 

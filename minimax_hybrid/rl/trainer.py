@@ -27,9 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..text import DEMO, load_model, load_tokenizer
 from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
 from .batches import Batch, Response, batch_log_probs, collate
 from .checkpoints import load_checkpoint, newest_checkpoint, replace_text, save_checkpoint
@@ -44,7 +45,6 @@ from .tasks import TASKS, Problem, draw
 from .windows import StagedWindow
 
 Task = Callable[[random.Random, int], Problem]
-DEMO = Path(__file__).parent.parent / "demo"
 
 
 def train_from_file(path: Path | str) -> Path:
@@ -52,9 +52,8 @@ def train_from_file(path: Path | str) -> Path:
     settings = read_settings(path)
     logging.disable_progress_bar()  # one bar is enough
     source = DEMO if settings.model == "demo" else settings.model
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, local_files_only=True)
-    tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    return Trainer(model, tokenizer, find_task(settings.task), settings).train()
+    model = load_model(source, dtype="float32", device=settings.device)
+    return Trainer(model, load_tokenizer(source), find_task(settings.task), settings).train()
 
 
 def find_task(name: str) -> Task:

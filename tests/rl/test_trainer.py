@@ -338,6 +338,9 @@ def test_a_settings_file_is_a_run(tmp_path: Path) -> None:
     place = train_from_file(tmp_path / "run.toml")
     assert (place / "model.safetensors").exists()
     assert len(log(tmp_path / "run", "update")) == 2
+    (tmp_path / "model").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="there is no .*model; give the folder of a checkpoint"):
+        train_from_file(tmp_path / "run.toml")
 
 
 def test_tensorboard_holds_the_same_numbers(tmp_path: Path) -> None:
