@@ -55,9 +55,10 @@ def decode(
     """One token for each sequence by replaying its open block; see `interface.lightning_decode`."""
     log_decay = log_decay.to(state.dtype)
     held = counts.tolist()
+    if not held:
+        return torch.empty_like(v)
     if BLOCK in held:
-        rows = torch.arange(BLOCK, device=counts.device)
-        k_block, v_block = (_as_block(x, rows >= counts[:, None], state.dtype) for x in (k_rows, v_rows))
+        k_block, v_block = (_as_tile(x, counts, BLOCK, min(held), state.dtype) for x in (k_rows, v_rows))
         gain, fade = _advance(k_block, v_block, log_decay, counts)
         full = counts == BLOCK
         state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
@@ -67,13 +68,15 @@ def decode(
     k_rows[sequence, position] = k[:, 0]
     v_rows[sequence, position] = v[:, 0]
     counts += 1
-    distance = position[:, None, None] - torch.arange(BLOCK, device=counts.device)  # (B, 1, C)
-    k_block, v_block = (_as_block(x, distance[:, 0] < 0, state.dtype) for x in (k_rows, v_rows))
+    positions = [count % BLOCK for count in held]
+    firsts = {p // ROWS * ROWS for p in positions}
+    width, written = max(firsts) + ROWS, min(positions) + 1
+    k_block, v_block = (_as_tile(x, counts, width, written, state.dtype) for x in (k_rows, v_rows))
+    distance = position[:, None, None] - torch.arange(width, device=counts.device)  # (B, 1, width)
     # the other rows of q are zero, so one row's weights serve them all
     weight = _decay(log_decay, distance)
     reach = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
     out = torch.empty_like(v)
-    firsts = {count % BLOCK // ROWS * ROWS for count in held}
     for first in firsts:
         together = slice(None) if len(firsts) == 1 else position // ROWS * ROWS == first
         row = position[together] - first
@@ -113,10 +116,15 @@ def _run(
     return blocks.join(torch.cat(outs, dim=2), v), last[blocks.order.argsort()]
 
 
-def _as_block(rows: Tensor, unwritten: Tensor, dtype: torch.dtype) -> Tensor:
-    """The first BLOCK rows (B, R, H, D) as a tile (B, H, C, D), zero where `unwritten` (B, C) says."""
-    tile = rows[:, :BLOCK].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
-    return tile.masked_fill_(unwritten[:, None, :, None], 0)
+def _as_tile(rows: Tensor, counts: Tensor, width: int, written: int, dtype: torch.dtype) -> Tensor:
+    """The first `width` of rows (B, R, H, D) as a tile (B, H, width, D), zero from `counts` (B,) on.
+
+    Every sequence has at least `written`, so only what comes after is looked at.
+    """
+    tile = rows[:, :width].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    unwritten = torch.arange(written, width, device=counts.device) >= counts[:, None]
+    tile[:, :, written:].masked_fill_(unwritten[:, None, :, None], 0)
+    return tile
 
 
 def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
