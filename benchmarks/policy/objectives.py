@@ -1,21 +1,26 @@
 """CISPO, DAPO and GRPO on the same problems, 16 updates a batch, three seeds each: who learns in fewer steps.
 
-    python -m benchmarks.policy.objectives start addition     trains the small model that its runs start from
+    python -m benchmarks.policy.objectives start addition     trains the model that its runs start from
     python -m benchmarks.policy.objectives run addition       two digits, of which the start solves some
     python -m benchmarks.policy.objectives start recheck
     python -m benchmarks.policy.objectives run recheck        one digit, and a rare first token is what pays
     python -m benchmarks.policy.objectives plot addition      only draws what was measured
 
-The model has two layers, one lightning and one softmax, and the demo's tokenizer: eighteen runs fit a CPU. In
-`recheck` a right sum earns 0.2, and 1 if "wait " comes before it, which the start says in about one of two
-hundred responses: a trust region may drop that first token, which CISPO's bound cannot.
+In `addition` the start is the demo, its training stopped far earlier. In `recheck` it is a model of two
+layers, one lightning and one softmax; a right sum earns 0.2, and 1 if "wait " comes before it, which the
+start says in one of two hundred responses: a trust region may drop that token, which CISPO's bound cannot.
 """
 
 import argparse
 import random
+import subprocess
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -37,10 +42,8 @@ from minimax_hybrid.text import DEMO
 OBJECTIVES = {"cispo": CISPO(ratio_max=5.0), "dapo": DAPO(), "grpo": GRPO()}
 WAIT = "wait "
 WINDOW = 10
-DIGITS = {"addition": 2, "recheck": 1}
 STARTS = Path("runs/objectives")
-STOP_AT = {"addition": 0.3, "recheck": 0.9}  # greedy accuracy on training problems that ends the start
-TARGET = {"addition": 0.8, "recheck": 0.8}  # greedy accuracy on held-out problems; mean reward
+SUPERVISED = Path(__file__).parents[2] / "scripts" / "train_demo.py"
 
 
 def recheck(rng: random.Random, digits: int) -> Problem:
@@ -54,7 +57,29 @@ def recheck(rng: random.Random, digits: int) -> Problem:
     return Problem(plain.prompt, verify, rf"({WAIT})?\d+", WAIT + plain.answer)
 
 
-TASKS = {"addition": addition, "recheck": recheck}
+@dataclass(frozen=True)
+class Comparison:
+    """A task on which the objectives are compared.
+
+    Args:
+        start_at: greedy accuracy on training problems that ends the start's supervised training.
+        measured, target: "greedy" accuracy on held-out problems or mean "reward", and how much of it is
+            waited for.
+    """
+
+    task: Callable[[random.Random, int], Problem]
+    digits: int
+    start_at: float
+    learning_rate: float
+    batches: int
+    measured: str
+    target: float
+
+
+COMPARISONS = {
+    "addition": Comparison(addition, 2, 0.3, 5e-5, 40, "greedy", 0.8),
+    "recheck": Comparison(recheck, 1, 0.9, 2e-4, 25, "reward", 0.8),
+}
 
 
 class Watched(Trainer):
@@ -79,43 +104,51 @@ class Watched(Trainer):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("part", choices=["start", "run", "plot"])
-    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("task", choices=COMPARISONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--learning-rate", type=float, default=2e-4)
-    parser.add_argument("--batches", type=int, default=40)
-    parser.add_argument("--seconds", type=float, default=1200, help="longest time for the start")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.part == "start":
-        train_start(args.task, seconds=args.seconds)
+        train_start(args.task)
+    if args.part == "run":
+        jobs = [(args.task, name, seed) for seed in args.seeds for name in OBJECTIVES]
+        rows: list[Row] = []
+        with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
+            for found in pool.map(run, *zip(*jobs, strict=True)):
+                rows += found
+                write_rows(f"objectives_{args.task}", rows)
+    if args.part != "start":
+        plot(args.task)
+
+
+def train_start(task: str) -> None:
+    """A model from nothing, by supervised learning, until it solves as much as it should."""
+    comparison = COMPARISONS[task]
+    if task == "addition":
+        command = [sys.executable, SUPERVISED, "--stop-at", str(comparison.start_at), "--out", STARTS / task]
+        subprocess.run(command, check=True)
         return
-    rows = []
-    for seed in args.seeds if args.part == "run" else []:
-        for name in OBJECTIVES:
-            rows += run(STARTS / args.task, args.task, name, seed, args.learning_rate, args.batches)
-            write_rows(f"objectives_{args.task}", rows)
-    plot(args.task)
-
-
-def train_start(task: str, *, seconds: float) -> None:
-    """A small model from nothing, by supervised learning, until it solves as much as it should."""
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model, digits, started = MiniMaxM1ForCausalLM(small_config(tokenizer)), DIGITS[task], time.monotonic()
+    model, digits, started = (
+        MiniMaxM1ForCausalLM(small_config(tokenizer)),
+        comparison.digits,
+        time.monotonic(),
+    )
     watched = draw(addition, random.Random(1), difficulty=digits, count=200)
     for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), digits=digits, steps=100_000)):
         if step % 50 == 49:
             accuracy, spent = solved(model, tokenizer, watched), time.monotonic() - started
             print(f"step {step + 1}, {spent:.0f} s: loss {loss:.3f}, greedy {accuracy:.3f}", flush=True)
-            if accuracy >= STOP_AT[task] or spent > seconds:
+            if accuracy >= comparison.start_at:
                 break
-    if task == "recheck":  # first how to say it, then how seldom
-        for share, steps in ((0.5, 100), (0.02, 100)):
-            lessons = supervised(
-                model, tokenizer, random.Random(1), digits=digits, steps=steps, rate=1e-3, says_wait=share
-            )
-            print(f"loss {list(lessons)[-1]:.3f}", flush=True)
-        print(f'says "wait" with probability {wait_probability(model, tokenizer, watched):.4f}', flush=True)
+    for share, steps in ((0.5, 100), (0.02, 100)):  # first how to say it, then how seldom
+        lessons = supervised(
+            model, tokenizer, random.Random(1), digits=digits, steps=steps, rate=1e-3, says_wait=share
+        )
+        print(f"loss {list(lessons)[-1]:.3f}", flush=True)
+    print(f'says "wait" with probability {wait_probability(model, tokenizer, watched):.4f}', flush=True)
     model.save_pretrained(STARTS / task)
     tokenizer.save_pretrained(STARTS / task)
 
@@ -196,8 +229,13 @@ def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem])
     return sum(p.reward(text) for p, text in zip(problems, texts, strict=True)) / len(problems)
 
 
-def run(start: Path, task: str, name: str, seed: int, learning_rate: float, batches: int) -> list[Row]:
+def run(
+    task: str, name: str, seed: int, *, start: Path | None = None, batches: int | None = None
+) -> list[Row]:
     """One row a batch, and one of what was dropped."""
+    torch.set_num_threads(1)
+    comparison, start = COMPARISONS[task], start or STARTS / task
+    batches = batches or comparison.batches
     model = MiniMaxM1ForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(start)
     with TemporaryDirectory() as folder:
@@ -205,9 +243,9 @@ def run(start: Path, task: str, name: str, seed: int, learning_rate: float, batc
             model="the start",
             output=folder,
             task=task,
-            difficulty=DIGITS[task],
+            difficulty=comparison.digits,
             objective=OBJECTIVES[name],
-            learning_rate=learning_rate,
+            learning_rate=comparison.learning_rate,
             batches=batches,
             windows=(WINDOW,),
             updates=16,
@@ -216,7 +254,7 @@ def run(start: Path, task: str, name: str, seed: int, learning_rate: float, batc
             save_every=1000,
             seed=seed,
         )
-        trainer = Watched(model, tokenizer, TASKS[task], settings)
+        trainer = Watched(model, tokenizer, comparison.task, settings)
         trainer.counts, trainer.waits = {}, []
         trainer.train()
         log = read_log(Path(folder) / "log.jsonl")
@@ -272,7 +310,7 @@ def plot(task: str) -> None:
     import matplotlib.pyplot as plt
 
     rows = [row for row in read_rows(f"objectives_{task}") if "batch" in row]
-    values = ("greedy", "entropy", "dropped") if task == "addition" else ("reward", "entropy", "dropped")
+    values = (COMPARISONS[task].measured, "entropy", "dropped")
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.3))
     for colour, name in zip(("tab:blue", "tab:orange", "tab:green"), OBJECTIVES, strict=True):
         for seed in sorted({row["seed"] for row in rows}):
@@ -295,7 +333,7 @@ def plot(task: str) -> None:
     }
     for axis, value in zip(axes, values, strict=True):
         axis.set_title(titles[value], fontsize=9)
-    axes[0].axhline(TARGET[task], color="0.7", linewidth=0.8, linestyle="--")
+    axes[0].axhline(COMPARISONS[task].target, color="0.7", linewidth=0.8, linestyle="--")
     axes[0].legend(frameon=False)
     figure.tight_layout()
     FIGURES.mkdir(exist_ok=True)

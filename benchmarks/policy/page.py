@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import mean
 
 from benchmarks import tables
-from benchmarks.policy.objectives import OBJECTIVES, TARGET, steps_to
+from benchmarks.policy.objectives import COMPARISONS, OBJECTIVES, steps_to
 from benchmarks.policy.records import origin, read_rows
 
 PAGE = Path(__file__).parent / "README.md"
@@ -36,13 +36,13 @@ def addition() -> str:
 
 def objectives(task: str) -> str:
     rows = read_rows(f"objectives_{task}")
-    value = "greedy" if task == "addition" else "reward"
+    value, target = COMPARISONS[task].measured, COMPARISONS[task].target
     table = []
     for name in OBJECTIVES:
         mine = [row for row in rows if row["objective"] == name]
         seeds = sorted({row["seed"] for row in mine})
         runs = [[row for row in mine if row["seed"] == seed and "batch" in row] for seed in seeds]
-        steps = [steps_to(run, value, TARGET[task]) for run in runs]
+        steps = [steps_to(run, value, target) for run in runs]
         last = [next(row[value] for row in reversed(run) if value in row) for run in runs]
         measured = [row for run in runs for row in run if "entropy" in row]
         final = [[row for row in run if "entropy" in row][-1]["entropy"] for run in runs]
@@ -59,7 +59,7 @@ def objectives(task: str) -> str:
             half = [steps_to(run, "waits", 128) for run in runs]
             cells.insert(2, ", ".join("not reached" if s is None else str(s) for s in half))
         table.append(cells)
-    head = ["", f"steps to {value} {TARGET[task]}", f"last {value}", "tokens dropped", "last entropy"]
+    head = ["", f"steps to {value} {target}", f"last {value}", "tokens dropped", "last entropy"]
     if task == "recheck":
         head = [*head[:2], 'steps to "wait" in half', *head[2:], '`w` of "wait" dropped']
     return _table(f"objectives_{task}", head, table)

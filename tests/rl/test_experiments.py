@@ -70,7 +70,7 @@ def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:
     steps = objectives.supervised(model, tokenizer, random.Random(0), digits=1, steps=10, says_wait=0.5)
     losses = list(steps)
     assert losses[-1] < losses[0]
-    rows = objectives.run(Path(folder), "recheck", "dapo", 0, 1e-3, 1)
+    rows = objectives.run("recheck", "dapo", 0, start=Path(folder), batches=1)
     assert rows[0]["batch"] == 0
     counts = rows[-1]["dropped_and_seen_by_token"]
     assert all(0 <= gone <= seen for gone, seen in counts.values())
