@@ -77,7 +77,7 @@ class Comparison:
 
 
 COMPARISONS = {
-    "addition": Comparison(addition, 2, 0.3, 5e-5, 40, "greedy", 0.8),
+    "addition": Comparison(addition, 2, 0.3, 5e-5, 80, "greedy", 0.7),
     "recheck": Comparison(recheck, 1, 0.9, 2e-4, 25, "reward", 0.8),
 }
 
