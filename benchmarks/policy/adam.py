@@ -1,6 +1,6 @@
 """AdamW as the report sets it, (0.9, 0.95) and eps 1e-15, against the default (0.9, 0.999) and 1e-8.
 
-    python -m benchmarks.policy.adam             a few minutes on one core
+    python -m benchmarks.policy.adam             ten minutes on one core
     python -m benchmarks.policy.adam --plot      only draw what was measured
 
 The report saw gradients from 1e-18 to 1e-5, most below 1e-14. The demo model's are far larger, so each
@@ -10,6 +10,7 @@ out again, but for eps.
 
 import argparse
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.policy.addition import SETTINGS
-from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
+from benchmarks.policy.records import FIGURES, Row, each, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.settings import read_settings
@@ -45,27 +46,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("--batches", type=int, default=15)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--plot", action="store_true", help="draw from the committed rows, measure nothing")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if not args.plot:
-        rows = []
-        for scale in SCALES:
-            for name in ADAMS:
-                rows += run(args.model, name, scale, args.batches)
-                write_rows("adam", rows)
+        rows: list[Row] = []
+        jobs = list(product([args.model], ADAMS, SCALES, [args.batches], args.seeds))
+        for found in each(run, jobs, processes=args.processes):
+            rows += found
+            write_rows("adam", rows)
     plot()
 
 
-def run(model: str, name: str, scale: float, batches: int) -> list[Row]:
+def run(model: str, name: str, scale: float, batches: int, seed: int) -> list[Row]:
     with TemporaryDirectory() as folder:
         settings = read_settings(SETTINGS)
         settings = replace(
             settings,
             output=folder,
+            seed=seed,
             batches=batches,
+            prompts=min(settings.prompts, 32),
+            responses=min(settings.responses, 8),
             learning_rate=5e-5,
             dynamic_sampling=None,
+            later=(),
             save_every=1000,
             evaluate_every=1,
             evaluation_problems=200,
@@ -82,7 +89,7 @@ def run(model: str, name: str, scale: float, batches: int) -> list[Row]:
             parameter.register_hook(lambda gradient: gradient * scale)
         trainer.train()
         log = read_log(Path(folder) / "log.jsonl")
-    key = {"adam": name, "scale": scale}
+    key = {"adam": name, "scale": scale, "seed": seed}
     curve = [
         {**key, "batch": line["batch"], "greedy": line["greedy_accuracy"]}
         for line in log
@@ -103,14 +110,16 @@ def plot() -> None:
     for scale, style in zip(SCALES, ("-", "--"), strict=True):
         for name, colour in zip(ADAMS, ("tab:blue", "tab:red"), strict=True):
             mine = [row for row in rows if (row["adam"], row["scale"]) == (name, scale)]
-            curve = [row for row in mine if "greedy" in row]
-            left.plot(
-                [r["batch"] for r in curve],
-                [r["greedy"] for r in curve],
-                style,
-                color=colour,
-                label=f"{name}, gradients x {scale:g}",
-            )
+            for seed in sorted({row["seed"] for row in mine}):
+                curve = [row for row in mine if "greedy" in row and row["seed"] == seed]
+                left.plot(
+                    [r["batch"] for r in curve],
+                    [r["greedy"] for r in curve],
+                    style,
+                    color=colour,
+                    linewidth=1,
+                    label=None if seed else f"{name}, gradients x {scale:g}",
+                )
             if name == "report":
                 counts = mine[-1]["gradients"]
                 share = [count / sum(counts) for count in counts[1:]]

@@ -1,6 +1,6 @@
 """CISPO on the demo model's additions, from the shipped checkpoint to (almost) all of them right.
 
-    python -m benchmarks.policy.addition             minutes on one core
+    python -m benchmarks.policy.addition             minutes on one core for each seed
     python -m benchmarks.policy.addition --plot      only draw what was measured
 
 The same run by itself: `minimax-hybrid train scripts/rl_addition.toml`.
@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoTokenizer
 
-from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
+from benchmarks.policy.records import FIGURES, Row, each, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.settings import read_settings
@@ -28,14 +28,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default=str(DEMO))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     parser.add_argument("--plot", action="store_true", help="draw from the committed rows, measure nothing")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     if not args.plot:
-        rows = []
-        for seed in args.seeds:
-            rows += run(args.model, seed)
+        rows: list[Row] = []
+        for found in each(run, [(args.model, seed) for seed in args.seeds], processes=args.processes):
+            rows += found
             write_rows("addition", rows)
     plot()
 

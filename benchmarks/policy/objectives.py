@@ -18,9 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -29,7 +27,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
+from benchmarks.policy.records import FIGURES, Row, each, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO
@@ -114,10 +112,9 @@ def main() -> None:
     if args.part == "run":
         jobs = [(args.task, name, seed) for seed in args.seeds for name in OBJECTIVES]
         rows: list[Row] = []
-        with ProcessPoolExecutor(args.processes, get_context("spawn")) as pool:
-            for found in pool.map(run, *zip(*jobs, strict=True)):
-                rows += found
-                write_rows(f"objectives_{args.task}", rows)
+        for found in each(run, jobs, processes=args.processes):
+            rows += found
+            write_rows(f"objectives_{args.task}", rows)
     if args.part != "start":
         plot(args.task)
 
@@ -233,7 +230,6 @@ def run(
     task: str, name: str, seed: int, *, start: Path | None = None, batches: int | None = None
 ) -> list[Row]:
     """One row a batch, and one of what was dropped."""
-    torch.set_num_threads(1)
     comparison, start = COMPARISONS[task], start or STARTS / task
     batches = batches or comparison.batches
     model = MiniMaxM1ForCausalLM.from_pretrained(start, dtype=torch.float32)

@@ -12,7 +12,7 @@ from statistics import mean
 
 from benchmarks import tables
 from benchmarks.policy.objectives import COMPARISONS, OBJECTIVES, steps_to
-from benchmarks.policy.records import origin, read_rows
+from benchmarks.policy.records import Row, origin, read_rows
 
 PAGE = Path(__file__).parent / "README.md"
 
@@ -118,9 +118,14 @@ def adam() -> str:
     batches = sorted({row["batch"] for row in rows})[::5]
     table = []
     for scale, name in sorted({(row["scale"], row["adam"]) for row in rows}, reverse=True):
-        mine = {row["batch"]: row["greedy"] for row in rows if (row["scale"], row["adam"]) == (scale, name)}
-        table.append([name, f"{scale:g}", *(f"{mine[b]:.3f}" for b in batches)])
+        mine = [row for row in rows if (row["scale"], row["adam"]) == (scale, name)]
+        table.append([name, f"{scale:g}", *(_each(mine, "greedy", batch) for batch in batches)])
     return _table("adam", ["AdamW", "gradients times", *(f"batch {b}" for b in batches)], table)
+
+
+def _each(rows: list[Row], value: str, batch: int) -> str:
+    """A value at a batch, one for each seed."""
+    return ", ".join(f"{row[value]:.3f}" for row in rows if row["batch"] == batch)
 
 
 TABLES = {

@@ -3,7 +3,10 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,13 @@ import transformers
 RESULTS = Path(__file__).parent.parent / "results" / "policy"
 FIGURES = Path(__file__).parent.parent / "figures"
 Row = dict[str, Any]
+
+
+def each(run: Callable[..., list[Row]], jobs: list[tuple], *, processes: int) -> Iterator[list[Row]]:
+    """The rows of `run(*job)` for every job, in order; so many at a time, in processes of one thread."""
+    context = get_context("spawn")
+    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
+        yield from pool.map(run, *zip(*jobs, strict=True))
 
 
 def write_rows(name: str, rows: list[Row]) -> Path:
