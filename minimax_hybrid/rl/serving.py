@@ -15,8 +15,9 @@ def published_weights(
     """Every weight under the name that the release uses and that vLLM and SGLang load, one parameter at a
     time.
 
-    The same names and values as `save_pretrained` writes: experts apart, a tied head left out. Memory beyond
-    the model's is one layer's experts.
+    The same names and values as `save_pretrained` writes: experts apart, a tied head left out. A head that
+    training keeps in a wider type comes in that type, unless `dtype` says otherwise. Memory beyond the
+    model's is one layer's experts.
 
     Args:
         dtype: convert to it on the way, except routers, which the release stores in float32.
