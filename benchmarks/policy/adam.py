@@ -126,7 +126,7 @@ def plot() -> None:
                 right.step(EDGES, share, style, where="post", color="0.3", label=f"x {scale:g}")
     left.set_xlabel("batches")
     left.set_ylabel("greedy accuracy, held out")
-    left.legend(frameon=False, fontsize=8)
+    left.legend(frameon=False, fontsize=8, ncol=2, loc="lower center", bbox_to_anchor=(0.5, 1.0))
     right.set_xscale("log")
     right.set_xlabel("size of a gradient's element")
     right.set_ylabel("share")

@@ -83,7 +83,7 @@ def plot() -> None:
             label=f"seed {seed}, {greedy[-1]['seconds']:.0f} s",
         )
     axis.axhline(0.99, color="0.7", linewidth=0.8, linestyle="--")
-    axis.set_xlabel("batches of 256 responses")
+    axis.set_xlabel("batches of 1,024 responses")
     axis.set_ylabel("greedy accuracy, held out")
     axis.legend(frameon=False)
     figure.tight_layout()
