@@ -67,6 +67,9 @@ _OPERATORS = tuple(
     for kind in ("forward", "forward+backward")
     for T in (256, 1024, 4096, 16384)
 )
+_OPERATOR_TESTS = ("tests/kernels/test_lightning.py",)
+if not torch.cuda.is_available():  # Triton's kernels are not timed here, and its interpreter is slow
+    _OPERATOR_TESTS += ("-k", "chunked or reference")
 _SMALL = "8 layers of width 128, 2 heads of 64, 8 experts (2 chosen) of 256, vocabulary 8,192"
 
 CASES = {
@@ -75,12 +78,10 @@ CASES = {
         Case(
             "native",
             "this model against transformers' own MiniMax class with the same weights: 8 layers of width "
-            "512, 8 heads of 64, 2 key/value heads, 8 experts (2 chosen) of 1,024, vocabulary 8,192, rotary "
-            "32",
+            "512, 8 heads of 64, 2 key/value heads, 8 experts (2 chosen) of 1,024, vocabulary 8,192, whole "
+            "heads rotated",
             ("ours", "transformers"),
-            (
-                "tests/test_benchmarks.py::test_transformers_class_gives_the_same_logits_where_its_rotary_allows",
-            ),
+            ("tests/test_benchmarks.py", "-k", "both_sides_of_the_native_case"),
             _native_tasks(),
             (
                 Task("prefill", 1024, rounds=2),
@@ -102,7 +103,7 @@ CASES = {
             "operators",
             "lightning attention against causal softmax attention (SDPA), 8 heads of 64",
             ("triton", "chunked", "reference", "softmax"),
-            ("tests/kernels/test_lightning.py", "-k", "chunked or reference"),
+            _OPERATOR_TESTS,
             _OPERATORS,
             (Task("forward", 1024, rounds=3), Task("forward+backward", 1024, rounds=3)),
             operator_work,
@@ -113,7 +114,7 @@ CASES = {
             "full logits: width 512, vocabulary 200,064",
             ("chunked", "plain"),
             ("tests/kernels/test_log_probs.py",),
-            tuple(Task("log-probs", N, dtype="bfloat16", rounds=5, memory=True) for N in (256, 1024)),
+            tuple(Task("log-probs", N, dtype="bfloat16", rounds=5, memory=True) for N in (256, 1024, 4096)),
             (Task("log-probs", 64, dtype="bfloat16", rounds=3),),
             log_probs_work,
         ),
@@ -121,7 +122,12 @@ CASES = {
             "train",
             f"one training step of the hybrid and of its softmax twin: {_SMALL}",
             ("hybrid", "softmax"),
-            ("tests/kernels/test_lightning_gradcheck.py", "-k", "chunked"),
+            (
+                "tests/kernels/test_lightning_gradcheck.py",
+                "tests/test_benchmarks.py",
+                "-k",
+                "gradcheck and chunked or the_twins",
+            ),
             tuple(Task("train", T, 1, rounds=5, memory=True) for T in (1024, 4096, 16384)),
             (Task("train", 1024, 1, rounds=2),),
             model_work,

@@ -82,11 +82,27 @@ def peak_bytes(work: Work) -> int:
 
 def peak_in_own_process(case: str, side: str, index: int) -> int:
     """`peak_bytes` of one side of one task, in a process that holds nothing else."""
-    command = [sys.executable, "-m", "benchmarks.run", "--case", case, "--peak", side, str(index)]
+    threads = str(torch.get_num_threads())
+    command = [sys.executable, "-m", "benchmarks.run", "--case", case, "--threads", threads]
+    command += ["--peak", side, str(index)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     return int(done.stdout.split()[-1])
+
+
+def failing_tests(tests: tuple[str, ...]) -> str:
+    """What pytest says if one of the tests fails or is missing; empty if all pass."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *tests]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
+
+
+def require(name: str, *tests: str) -> None:
+    """Run the tests that must pass before something is measured; leave with their output if one does not."""
+    print(f"{name}: its tests first", file=sys.stderr, flush=True)
+    if failure := failing_tests(tests):
+        raise SystemExit(f"{name} is not measured, its tests fail:\n{failure}")
 
 
 def place() -> dict[str, str | int]:

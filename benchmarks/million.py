@@ -21,7 +21,7 @@ from minimax_hybrid.cache import HybridCache
 from minimax_hybrid.long_prefill import prefill
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
-from .measure import ROOT, device_slug, percentiles, place
+from .measure import ROOT, device_slug, percentiles, place, require
 from .models import small_config
 from .rows import RESULTS, Row, append
 from .tables import write_pages
@@ -127,6 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
+    require("million", "tests/model/test_long_prefill.py")
     if args.quick:
         progress, steps = run(8192, kept=None)
     else:

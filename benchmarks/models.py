@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def native_config() -> MiniMaxM1Config:
-    """About 119 M parameters; what the comparison with transformers' class runs."""
+    """About 119 M parameters; for the comparison with transformers' class, which rotates whole heads."""
     return MiniMaxM1Config(
         vocab_size=8192, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=8,
-        num_key_value_heads=2, head_dim=64, rotary_dim=32, num_local_experts=8, max_position_embeddings=2**17,
+        num_key_value_heads=2, head_dim=64, rotary_dim=64, num_local_experts=8, max_position_embeddings=2**17,
         rope_theta=1e7,
     )  # fmt: skip
 
@@ -64,7 +64,7 @@ def _twin(side: str, dtype: str) -> nn.Module:
 
 
 def to_native(model: MiniMaxM1ForCausalLM) -> MiniMaxForCausalLM:
-    """transformers' own class with these weights; it rotates whole heads whatever `rotary_dim` says."""
+    """transformers' own class with these weights: the same function where `rotary_dim` is a whole head."""
     config = MiniMaxConfig.from_dict(to_transformers(model.config))
     config._attn_implementation = "sdpa"
     native = MiniMaxForCausalLM(config)
@@ -93,8 +93,8 @@ def _prefill(model: nn.Module, ids: torch.Tensor) -> Work:
     model.eval()
 
     @torch.inference_mode()
-    def work() -> None:
-        model(ids, use_cache=True, logits_to_keep=1)
+    def work() -> torch.Tensor:
+        return model(ids, use_cache=True, logits_to_keep=1).logits
 
     return work
 
@@ -110,16 +110,12 @@ def _decode(model: nn.Module, ids: torch.Tensor) -> Work:
     token, position = ids[:, -1:], ids.shape[1]
 
     @torch.inference_mode()
-    def work() -> None:
+    def work() -> torch.Tensor:
         nonlocal position
         # transformers' class asks its first layer for the length, which has none: tell both
-        model(
-            token,
-            position_ids=torch.tensor([[position]], device=ids.device),
-            use_cache=True,
-            **{_NAME: memory},
-        )
+        place = torch.tensor([[position]], device=ids.device)
         position += 1
+        return model(token, position_ids=place, use_cache=True, **{_NAME: memory}).logits
 
     return work
 
@@ -129,9 +125,11 @@ def _train(model: nn.Module, ids: torch.Tensor) -> Work:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, betas=(0.9, 0.95), eps=1e-15)
 
-    def work() -> None:
-        model(ids, labels=ids, use_cache=False).loss.backward()
+    def work() -> torch.Tensor:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
 
     return work

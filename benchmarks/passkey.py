@@ -21,7 +21,7 @@ from tqdm import tqdm
 from minimax_hybrid.config import LIGHTNING, SOFTMAX, MiniMaxM1Config
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
-from .measure import device_slug, place
+from .measure import device_slug, place, require
 from .rows import RESULTS, Row, append
 from .tables import write_pages
 
@@ -38,10 +38,10 @@ KINDS = {
 class Plan:
     """How long to train and what to test; `samples` inputs per length, fewer of the longest."""
 
-    steps: int = 1000
+    steps: int = 1500
     batch_tokens: int = 2048
     train_lengths: tuple[int, int] = (32, 256)
-    learning_rate: float = 2e-3
+    learning_rate: float = 1e-3
     test_lengths: tuple[int, ...] = (128, 256, 512, 1024, 2048, 4096, 8192, 16384)
     samples: int = 100
     longest_batch: int = 2**18  # tokens of one length that are tested at most
@@ -149,6 +149,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=Plan.steps)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
+    require("passkey", "tests/test_benchmarks.py", "-k", "needle or passkey or accuracy")
     plan = QUICK if args.quick else Plan(steps=args.steps)
     for kind in args.kinds:
         rows = run(plan, kind, seed=args.seed)

@@ -1,5 +1,7 @@
 """One CSV per device: a row is one measured number with its percentiles and where it came from.
 
+A share (of needles found) has no percentiles: its p20 and p80 are one standard error away.
+
 Rows are only appended. A reader takes the last row of each key: the newest measurement of that number.
 """
 

@@ -1,14 +1,12 @@
-"""Run a case: its tests, then its tasks; append the rows and write the page and the pictures.
+"""Run a case: its tests, then its tasks; append the rows and write the page.
 
 python -m benchmarks.run                          what there is
 python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
-python -m benchmarks.run --case native --quick    under a minute; prints, writes nothing
+python -m benchmarks.run --case native --quick    a few rounds; prints, writes nothing
 python -m benchmarks.run --quick                  every case, a few rounds each
 """
 
 import argparse
-import subprocess
-import sys
 import time
 
 import torch
@@ -16,13 +14,13 @@ from tqdm import tqdm
 
 from .cases import CASES, Case, Task
 from .measure import (
-    ROOT,
     device_slug,
     interleaved,
     peak_bytes,
     peak_in_own_process,
     percentiles,
     place,
+    require,
 )
 from .rows import RESULTS, Row, append
 from .tables import case_table, write_pages
@@ -32,29 +30,23 @@ QUICK_BUDGET, BUDGET = 4.0, 45.0  # seconds for the rounds of one task
 
 def run_case(case: Case, *, quick: bool = False, only: str | None = None) -> list[Row]:
     """Test, time and, unless `quick`, append the rows of one case."""
-    failure = failing_tests(case)
-    if failure:
-        raise SystemExit(f"{case.name} is not timed, its tests fail:\n{failure}")
+    require(case.name, *case.tests)
     path = RESULTS / f"{device_slug()}.csv"
     found: list[Row] = []
     tasks = list(enumerate(case.quick if quick else case.tasks))
     if only is not None:
         tasks = [(i, task) for i, task in tasks if only in f"{task.kind} {task.dtype} {task.length}"]
-    with tqdm(total=sum(task.rounds for _, task in tasks), unit="round", disable=None) as bar:
-        for index, task in tasks:
+    rounds = [task.rounds for _, task in tasks]
+    with tqdm(total=sum(rounds), unit="round", disable=None) as bar:
+        for number, (index, task) in enumerate(tasks):
+            bar.n = sum(rounds[:number])  # a task may end before its last round
             bar.set_description(f"{case.name} {task.kind} {task.length} {task.dtype}")
             rows = run_task(case, index, task, quick=quick, tick=bar.update)
             if not quick:
                 append(path, rows)
             found += rows
+        bar.n = sum(rounds)
     return found
-
-
-def failing_tests(case: Case) -> str:
-    """What pytest says if a test of the case fails or is missing; empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", *case.tests]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    return (done.stdout + done.stderr)[-3000:] if done.returncode else ""
 
 
 def run_task(case: Case, index: int, task: Task, *, quick: bool, tick) -> list[Row]:
@@ -80,7 +72,7 @@ def run_task(case: Case, index: int, task: Task, *, quick: bool, tick) -> list[R
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="benchmarks.run", description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=[*CASES, "all"], help="what to run; 'all' takes most of an hour")
-    parser.add_argument("--quick", action="store_true", help="under a minute for each case; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="a few rounds; writes nothing")
     parser.add_argument("--only", help="tasks whose 'kind dtype length' contains this")
     parser.add_argument(
         "--threads", type=int, default=None, help="CPU threads; all of the machine's by default"
@@ -96,7 +88,11 @@ def main(argv: list[str] | None = None) -> None:
         return
     if args.peak:
         case, (side, index) = CASES[args.case], args.peak
-        print(peak_bytes(case.prepare(side, case.tasks[int(index)])))
+        task = case.tasks[int(index)]
+        work = case.prepare(side, task)
+        if task.kind == "train":
+            work()  # from the second step on the optimiser's moments are held too
+        print(peak_bytes(work))
         return
     for name in CASES if args.case in (None, "all") else [args.case]:
         start = time.perf_counter()

@@ -4,14 +4,15 @@
     python -m benchmarks.tables --case native    prints the table of one case
     python -m benchmarks.tables --readme         fills the README's tables
 
-In the README a table stands between `<!-- rows: native -->` and `<!-- end of rows -->`.
+In the README a table stands between `<!-- rows: native -->` and `<!-- end of rows -->`; `native_origin` there
+is the command and the place alone, to stand under a picture.
 
 A number is the median; ± is half the distance from the 20th to the 80th percentile.
 """
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from minimax_hybrid.plotting import tokens
@@ -25,9 +26,11 @@ _ABOUT = {
     "passkey": "Four digits hidden in random filler, asked for at the end: share of inputs with all four "
     "right, for models that differ only in the kinds of their eight layers (width 64, 4 heads of 32), "
     "trained on up to 256 tokens.",
+    "lightning on a GPU": "Lightning attention by backend and its peers, heads of 128, bfloat16.",
     "million": "The small model of `twin`, prefilled in pieces of 8,192 tokens. Its one softmax layer "
     "attends to the past without a mask and merges it with the piece by log-sum-exp.",
 }
+_MODULES = {"lightning on a GPU": "gpu_lightning"}
 _MARKED = re.compile(r"(<!-- rows: (\w+) -->)\n.*?(<!-- end of rows -->)", re.DOTALL)
 _ORDER = ("prefill", "decode", "train", "forward", "forward+backward", "log-probs")
 
@@ -61,12 +64,10 @@ def page(path: Path) -> str:
         f"# {device}",
         "",
         f"Written by `python -m benchmarks.tables` from `{path.name}`, the newest row of each number. "
-        "Medians of interleaved rounds; ± is half the distance from the 20th to the 80th percentile. "
-        "Peak is the most resident memory of a process that does nothing else, weights and libraries "
-        "included.",
+        "Where sides are compared, medians of interleaved rounds; ± is half the distance from the 20th to "
+        "the 80th percentile. Peak is the most resident memory of a process that does nothing else, weights "
+        "and libraries included.",
     ]
-    note = path.with_suffix(".txt")  # what a reader of these rows must know, written by whoever measured
-    text += ["", note.read_text().strip()] if note.exists() else []
     measured = dict.fromkeys(row.case for row in rows)
     for name in sorted(measured, key=lambda name: list(CASES).index(name) if name in CASES else len(CASES)):
         of_case = [row for row in rows if row.case == name]
@@ -86,22 +87,24 @@ def _table(rows: list[Row]) -> str:
 
 
 def passkey_table(rows: list[Row]) -> str:
-    """Needles found, one line for each length."""
+    """Needles found, one line for each length, the mean over a side's seeds."""
     sides = list(dict.fromkeys(row.side for row in rows))
-    seeds = len({row.task for row in rows if row.metric == "accuracy"})
+    trained = [row for row in rows if row.metric == "loss"]
+    seeds = {side: len({row.task for row in trained if row.side == side}) for side in sides}
     found = {
         (row.side, row.length): row
         for row in mean_over_seeds([row for row in rows if row.metric == "accuracy"])
     }
-    head = ["input, tokens", "seeds", *sides]
+    head = ["input, tokens", "type", *sides]
     lines = [
-        [tokens(T), str(seeds), *(_share(found.get((side, T))) for side in sides)]
+        [tokens(T), rows[0].dtype, *(_share(found.get((side, T))) for side in sides)]
         for T in sorted({length for _, length in found})
     ]
-    losses = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "loss"])}
+    losses = {row.side: row for row in mean_over_seeds(trained)}
     times = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "time"])}
+    lines.append(["models trained", "", *(str(seeds[side]) for side in sides)])
     lines.append(["training loss, nats a digit", "", *(f"{losses[side].p50:.3f}" for side in sides)])
-    lines.append(["training steps", "", *(f"{losses[side].rounds // seeds:,}" for side in sides)])
+    lines.append(["training steps", "", *(f"{losses[side].rounds // seeds[side]:,}" for side in sides)])
     lines.append(["training, one core", "", *(f"{times[side].p50:.0f} s" for side in sides)])
     return markdown(head, lines)
 
@@ -124,16 +127,19 @@ def million_table(rows: list[Row]) -> str:
 
 
 def provenance(rows: list[Row]) -> str:
-    """The command, and where, when and with what the rows of one case were measured."""
+    """The command, and where, when and with what the rows of one case were measured, all that there was."""
     name = rows[0].case
-    command = f"run --case {name}" if name in CASES else name
-    last = max(rows, key=lambda row: row.date)
-    commits = sorted({row.commit for row in rows})
+    command = f"run --case {name}" if name in CASES else _MODULES.get(name, name)
+    threads = sorted({row.threads for row in rows})
+
+    def each(values: Iterable[object]) -> str:
+        return ", ".join(sorted({str(value) for value in values}))
+
     return (
-        f"`python -m benchmarks.{command}`, {last.date[:10]}, {last.device}, "
-        f"{last.threads} thread{'s' * (last.threads != 1)}, torch "
-        f"{last.torch}, "
-        f"transformers {last.transformers}, commit {', '.join(commits)}."
+        f"`python -m benchmarks.{command}`, {each(row.date[:10] for row in rows)}, "
+        f"{each(row.device for row in rows)}, {' or '.join(map(str, threads))} "
+        f"thread{'s' * (threads != [1])}, torch {each(row.torch for row in rows)}, "
+        f"transformers {each(row.transformers for row in rows)}, commit {each(row.commit for row in rows)}."
     )
 
 
@@ -143,8 +149,11 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 
 
 def readme_table(name: str) -> str:
-    """The table of one case with its provenance, on the device whose rows are newest."""
-    rows = newest(name)
+    """The table of one case with its provenance, or that alone, on the device whose rows are newest."""
+    case = name.removesuffix("_origin")
+    rows = newest(case)
+    if rows and name != case:
+        return provenance(rows)
     return f"{_table(rows)}\n\n{provenance(rows)}" if rows else "Not measured."
 
 

@@ -5,6 +5,7 @@ print(cost_text(report))
 cost_plot(report, "cost.svg")
 """
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -88,7 +89,7 @@ def _compared(config: MiniMaxM1Config, length: int, against: Against, dtype: str
 
 def _bounds(config: MiniMaxM1Config, device: Device, length: int, dtype: str) -> dict[str, Any]:
     needed = inference_bytes(config, length, dtype=dtype)
-    count = max(1, -(-needed // int(device.memory)))
+    count = max(1, math.ceil(needed / device.memory))
     decode = decode_bound(config, length, device, devices=count, dtype=dtype)
     prefill = prefill_bound(config, length, device, devices=count, dtype=dtype)
     return {

@@ -17,7 +17,7 @@ import torch
 from minimax_kernels import BLOCK
 
 from .config import MiniMaxM1Config
-from .cost import cache_bytes, flops, itemsize, parameters, weight_bytes
+from .cost import cache_bytes, flops, itemsize, parameters
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,7 @@ def decode_bound(
     the mean under even routing, E (1 - (1 - A/E)^batch). Per sequence: keys and values, states, half an open
     block (its mean filling), and the states written back once in a block.
     """
-    counts, E, A = parameters(config), config.num_local_experts, config.num_experts_per_tok
-    experts = counts.components["moe_experts"]
-    fixed = counts.active_with_head - counts.active_components["moe_experts"]
-    weights = (fixed + experts * (1 - (1 - A / E) ** batch)) * itemsize(dtype)
+    weights = _weights_read(config, batch, dtype)
     cache = cache_bytes(config, length, dtype=dtype)
     sequence = cache.total + cache.open_block / 2 + cache.state / BLOCK
     return Bound(
@@ -96,12 +93,28 @@ def prefill_bound(
     devices: int = 1,
     dtype: str = "bfloat16",
 ) -> Bound:
-    """`length` tokens of each of `batch` prompts: the weights are read once and the caches written once."""
-    moved = weight_bytes(config, dtype) + batch * cache_bytes(config, length, dtype=dtype).total
+    """`length` tokens of each of `batch` prompts, and the logits of the last of them.
+
+    Weights are read once, as in `decode_bound`; caches are written once.
+    """
+    moved = _weights_read(config, batch * length, dtype)
+    moved += batch * cache_bytes(config, length, dtype=dtype).total
+    per_token = flops(config, length, "prefill")
+    head = per_token.components["lm_head"]
+    work = batch * (length * (per_token.total - head) + head)
     return Bound(
-        compute=batch * length * flops(config, length, "prefill").total / device.peak(dtype) / devices,
+        compute=work / device.peak(dtype) / devices,
         memory=moved / device.bytes_per_second / devices,
     )
+
+
+def _weights_read(config: MiniMaxM1Config, count: int, dtype: str) -> float:
+    """Bytes of the weights that `count` tokens together use: no embedding table, and E (1 - (1 - A/E)^count)
+    experts in the mean, as under even routing."""
+    counts, E, A = parameters(config), config.num_local_experts, config.num_experts_per_tok
+    experts = counts.components["moe_experts"]
+    fixed = counts.active_with_head - counts.active_components["moe_experts"]
+    return (fixed + experts * (1 - (1 - A / E) ** count)) * itemsize(dtype)
 
 
 def this_cpu(*, size: int = 1536, repeats: int = 5) -> Device:
@@ -142,4 +155,4 @@ def _total_memory() -> float:
         with open("/proc/meminfo") as lines:
             return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
     except (OSError, StopIteration):
-        return float("nan")
+        return float("inf")  # unknown

@@ -104,13 +104,14 @@ def main() -> None:
     parser.add_argument("part", choices=["start", "run", "plot"])
     parser.add_argument("task", choices=COMPARISONS)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--batches", type=int, default=None, help="instead of what the task has")
     parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.part == "start":
         train_start(args.task)
     if args.part == "run":
-        jobs = [(args.task, name, seed) for seed in args.seeds for name in OBJECTIVES]
+        jobs = [(args.task, name, seed, args.batches) for seed in args.seeds for name in OBJECTIVES]
         rows: list[Row] = []
         for found in each(run, jobs, processes=args.processes):
             rows += found
@@ -227,7 +228,7 @@ def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem])
 
 
 def run(
-    task: str, name: str, seed: int, *, start: Path | None = None, batches: int | None = None
+    task: str, name: str, seed: int, batches: int | None = None, *, start: Path | None = None
 ) -> list[Row]:
     """One row a batch, and one of what was dropped."""
     comparison, start = COMPARISONS[task], start or STARTS / task

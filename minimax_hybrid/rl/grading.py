@@ -59,7 +59,7 @@ def grade(
         try:
             rewards.append(float(problems[response.group].reward(text, format_reward=format_reward)))
             errors.append(None)
-        except Exception as error:  # a verifier may raise anything
+        except (Exception, SystemExit) as error:  # a verifier may raise anything
             rewards.append(0.0)
             errors.append(f"{type(error).__name__}: {error}")
     not_finite = [i for i, reward in enumerate(rewards) if not math.isfinite(reward)]
@@ -81,10 +81,21 @@ def grade(
     )
 
 
+def keep(graded: Graded, texts: list[str], path: Path) -> None:
+    """Append responses with their rewards to a file of records."""
+    rows = zip(graded.responses, texts, graded.rewards.tolist(), strict=True)
+    _append(path, [{"text": text, "reward": reward, **_fields(r)} for r, text, reward in rows])
+
+
 def _record(problems: list[Problem], response: Response, text: str, error: str | None) -> dict[str, object]:
+    problem = problems[response.group].prompt
+    return {"problem": problem, "text": text, "error": error, **_fields(response)}
+
+
+def _fields(response: Response) -> dict[str, object]:
     fields = asdict(response)
     fields.pop("routing")
-    return {"problem": problems[response.group].prompt, "text": text, "error": error, **fields}
+    return fields
 
 
 def _append(path: Path, records: list[dict[str, object]]) -> None:

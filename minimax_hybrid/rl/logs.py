@@ -11,10 +11,10 @@ from .checkpoints import replace_text
 
 
 class Logs:
-    """Appends to `log.jsonl`; going on from batch `first`, what a killed run logged beyond it is removed
-    first."""
+    """Appends to `log.jsonl`. Going on from batch `first`, after `step` optimiser steps, what a killed run
+    logged beyond them is removed first."""
 
-    def __init__(self, folder: Path, *, first: int, tensorboard: bool):
+    def __init__(self, folder: Path, *, first: int, step: int, tensorboard: bool):
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "log.jsonl"
         if self.path.exists():
@@ -28,16 +28,15 @@ class Logs:
                 raise ValueError(
                     "tensorboard = true needs the package tensorboard: pip install tensorboard"
                 ) from error
-            self._writer = SummaryWriter(folder / "tensorboard", purge_step=first)
+            self._writer = SummaryWriter(folder / "tensorboard", purge_step=step + 1)
 
     def write(self, kind: str, batch: int, *, step: int, values: dict[str, Any]) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"kind": kind, "batch": batch, "step": step, **values}) + "\n")
         if self._writer is not None:
-            at = step if kind == "update" else batch
             for name, value in values.items():
                 if isinstance(value, (int, float)):
-                    self._writer.add_scalar(f"{kind}/{name}", value, at)
+                    self._writer.add_scalar(f"{kind}/{name}", value, step)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -115,12 +115,12 @@ def _decode(
             output_router_logits=sampling.record_routing,
         )
         cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
-        _check_logits(logits, step)
         experts = _chosen_experts(out.router_logits, step_ids, model) if sampling.record_routing else None
         if step == 0 and copies > 1:  # a prompt is computed once for all its responses
             cache.batch_repeat_interleave(copies)
             logits, mask = (x.repeat_interleave(copies, dim=0) for x in (logits, mask))
             experts = None if experts is None else experts.repeat_interleave(copies, dim=0)
+        _check_logits(logits, recorder, copies, step)
         token = _choose(logits, sampling, generator)  # (rows at work,)
         running = recorder.add(token, logits, experts)
         if not running.any():
@@ -212,7 +212,13 @@ def _chosen_experts(router_logits: tuple[Tensor, ...], ids: Tensor, model: PreTr
     return torch.stack(chosen, dim=1).view(*ids.shape, len(chosen), A).to(torch.int16)
 
 
-def _check_logits(logits: Tensor, step: int) -> None:
-    bad = (~logits.isfinite().all(-1)).nonzero().flatten().tolist()
-    if bad:
-        raise FloatingPointError(f"logits are not finite in rollout rows {bad[:10]} at new token {step}")
+def _check_logits(logits: Tensor, recorder: _Recorder, copies: int, step: int) -> None:
+    """Those of rows that have not ended; what comes after an end token is nobody's."""
+    bad = ~logits.isfinite().all(-1)
+    running = recorder.running[recorder.at_work]
+    if rows := recorder.at_work[bad & running].tolist():
+        prompts = sorted({row // copies for row in rows})
+        raise FloatingPointError(
+            f"logits are not finite at new token {step} of responses {rows[:10]}, to prompts {prompts[:10]}"
+        )
+    logits[bad] = 0.0

@@ -119,6 +119,8 @@ class Settings:
             raise ValueError(
                 f"updates is {self.updates}, more than the {self.prompts * self.responses} responses"
             )
+        if self.dynamic_sampling is not None and self.dynamic_sampling < 0:
+            raise ValueError(f"dynamic_sampling must be at least 0, or left out, got {self.dynamic_sampling}")
         batches = [change.batch for change in self.later]
         if batches != sorted(set(batches)) or min(batches, default=1) < 1:
             raise ValueError(f"the batches of later changes must grow from at least 1, got {batches}")
@@ -146,15 +148,22 @@ def read_settings(path: Path | str) -> Settings:
         ValueError: unknown, missing or impossible settings, by name.
     """
     table = tomllib.loads(Path(path).read_text())
-    for name in ("windows", "reward_range"):
-        if name in table:
-            table[name] = tuple(table[name])
     try:
+        for name in ("windows", "reward_range", "later"):
+            if name in table:
+                table[name] = tuple(_listed(name, table[name]))
         if "later" in table:
             table["later"] = tuple(_build(Later, change, "later: ") for change in table["later"])
         return _build(Settings, table)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
+
+
+def _listed(name: str, value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        written = "[[later]] tables" if name == "later" else "a list in brackets"
+        raise ValueError(f"{name} is {value!r}; write it as {written}")
+    return value
 
 
 def _build(kind: type[Kind], table: dict[str, Any], where: str = "") -> Kind:
@@ -171,6 +180,8 @@ def _build(kind: type[Kind], table: dict[str, Any], where: str = "") -> Kind:
 
 def read_objective(table: dict[str, Any]) -> Objective:
     """`{"name": "cispo", "ratio_max": 5.0}` and its like."""
+    if not isinstance(table, dict):
+        raise ValueError(f"objective is {table!r}; write a table with its name and bounds")
     bounds = dict(table)
     name = bounds.pop("name", None)
     if name not in OBJECTIVES:

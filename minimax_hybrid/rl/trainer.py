@@ -7,7 +7,7 @@
 
 AdamW has the report's betas (0.9, 0.95) and eps 1e-15 and a float32 state: most gradients there were below
 1e-14. The report gives no learning rate, weight decay (none here) or threshold of gradient clipping for this
-stage; `Settings.later` changes them at a batch of your choice.
+stage; `Settings.later` changes rate and threshold at a batch of your choice.
 
 Every random choice of batch n follows from the seed and n alone, so a run that was killed goes on from its
 last checkpoint to the very numbers it would have had.
@@ -34,7 +34,7 @@ from ..text import DEMO, load_model, load_tokenizer
 from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
 from .batches import Batch, Response, batch_log_probs, collate
 from .checkpoints import load_checkpoint, newest_checkpoint, replace_text, save_checkpoint
-from .grading import Graded, grade
+from .grading import Graded, grade, keep
 from .logs import Logs
 from .metrics import batch_metrics, lengths_of, step_metrics
 from .non_finite import NonFiniteError, describe
@@ -99,7 +99,7 @@ class Trainer:
         """Run to the last batch; returns its checkpoint."""
         settings = self.settings
         self.resume()
-        self.logs = Logs(self.folder, first=self.done, tensorboard=settings.tensorboard)
+        self.logs = Logs(self.folder, first=self.done, step=self.step, tensorboard=settings.tensorboard)
         bar = tqdm(initial=self.done, total=settings.batches, desc="batches", disable=None)
         while self.done < settings.batches:
             if self.done % settings.evaluate_every == 0:
@@ -124,7 +124,8 @@ class Trainer:
             rewards = rewards + overlong_penalty(lengths_of(trained.responses), length_max=window, ramp=ramp)
         advantages = group_advantages(rewards, trained.group_ids)
         order = torch.randperm(len(advantages), generator=choices)
-        for update, rows in enumerate(order.chunk(self.settings.updates) if len(order) else []):
+        parts = order.tensor_split(min(self.settings.updates, len(order))) if len(order) else []
+        for update, rows in enumerate(parts):
             self.one_step(update, [trained.responses[i] for i in rows.tolist()], advantages[rows])
         self.log_batch(drawn, trained, time.monotonic() - started)
         self.done += 1
@@ -147,15 +148,16 @@ class Trainer:
                 copies=settings.responses,
                 generator=generator,
             )
-            drawn = drawn + self.grade(problems, responses)
+            graded = self.grade(problems, responses, before=drawn)
+            if settings.reward_range:
+                low, high = settings.reward_range
+                graded = replace(graded, rewards=clip_rewards(graded.rewards, low=low, high=high))
+            drawn = drawn + graded
             if settings.dynamic_sampling is None:
                 break
             useful = informative(drawn.rewards, drawn.group_ids)
             if len(drawn.group_ids[useful].unique()) >= settings.prompts:
                 break
-        if settings.reward_range:
-            low, high = settings.reward_range
-            drawn = replace(drawn, rewards=clip_rewards(drawn.rewards, low=low, high=high))
         if settings.dynamic_sampling is None:
             return drawn, drawn
         useful = informative(drawn.rewards, drawn.group_ids)
@@ -199,10 +201,14 @@ class Trainer:
             if reference is not None:
                 every["ref_log_prob"] = reference
             scored.append({name: x[mask] for name, x in every.items()})
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
         if not (math.isfinite(loss) and norm.isfinite()):
             self.stop(update, loss, responses)
-        torch.nn.utils.clip_grads_with_norm_(self.parameters, settings.max_grad_norm, norm)
+        if norm > settings.max_grad_norm:
+            # PyTorch's clipping adds 1e-6 to the norm, which may be more than all of the report's gradients
+            for gradient in gradients:
+                gradient.mul_(settings.max_grad_norm / norm)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate
         self.optimizer.step()
@@ -256,11 +262,19 @@ class Trainer:
             record_routing=settings.replay_routing,
         )
 
-    def grade(self, problems: list[Problem], responses: list[Response]) -> Graded:
-        """A verifier that raises costs its response, which goes to `unscored.jsonl`, and nothing else."""
+    def grade(
+        self, problems: list[Problem], responses: list[Response], *, before: Graded | None = None
+    ) -> Graded:
+        """A verifier that raises costs its response, which goes to `unscored.jsonl`, and nothing else. Where
+        a reward stops the run, the responses graded `before` in the batch go there too."""
         texts = [self.decode(response) for response in responses]
         reward, unscored = self.settings.format_reward, self.folder / "unscored.jsonl"
-        return grade(problems, responses, texts, format_reward=reward, unscored=unscored)
+        try:
+            return grade(problems, responses, texts, format_reward=reward, unscored=unscored)
+        except ValueError:
+            if before is not None:
+                keep(before, [self.decode(response) for response in before.responses], unscored)
+            raise
 
     def encode(self, problems: list[Problem]) -> list[list[int]]:
         return [self.tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]

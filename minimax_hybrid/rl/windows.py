@@ -1,7 +1,8 @@
 """The staged output window of the report's section 5: 40K, 48K, 56K, 64K, 72K, 80K, one after the other.
 
-The report moves on when the perplexity of the generations has converged and when the 99th percentile of their
-lengths approaches the window. It gives no thresholds; the defaults here are ours.
+The report's indicators for moving on include that the perplexity of the generations has converged and that
+the 99th percentile of their lengths approaches the window. It gives no thresholds, nor says whether one
+indicator is enough; here both must hold, and the defaults are ours.
 """
 
 from dataclasses import dataclass, field

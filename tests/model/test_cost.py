@@ -206,7 +206,9 @@ def test_the_roofline_is_the_larger_time_and_divides_over_devices():
         assert compute.limit == "compute" and compute.seconds == compute.compute
         two = bound(config, 1000, slow_compute, dtype="float32", devices=2)
         assert two.seconds == pytest.approx(compute.seconds / 2)
-    work = 1000 * flops(config, 1000, "prefill").total
+    each = flops(config, 1000, "prefill")
+    head = each.components["lm_head"]  # of the last token alone
+    work = 1000 * (each.total - head) + head
     assert prefill_bound(config, 1000, slow_compute, dtype="float32").seconds == pytest.approx(work / 1e6)
 
 
@@ -226,6 +228,8 @@ def test_a_decode_step_reads_no_more_than_all_experts_and_no_less_than_the_chose
     sequence = cache.total + cache.open_block / 2 + cache.state / 64
     one = decode_bound(config, 1, device).memory * device.bytes_per_second - sequence
     assert one == pytest.approx(2 * counts.active_with_head)
+    prompt_of_one = prefill_bound(config, 1, device).memory * device.bytes_per_second - cache.total
+    assert prompt_of_one == pytest.approx(one)
     many = decode_bound(config, 1, device, batch=4096).memory * device.bytes_per_second - 4096 * sequence
     assert many == pytest.approx(2 * (counts.total - counts.components["embed_tokens"]), rel=1e-6)
 

@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 from benchmarks.policy import adam, addition, head, objectives, page, records
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.settings import read_settings
+from minimax_hybrid.rl.tasks import Problem
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
 
@@ -54,14 +55,20 @@ def test_the_settings_that_the_readme_names_are_read() -> None:
     assert read_settings(addition.SETTINGS).objective.ratio_max == 5.0
 
 
-def test_addition_and_adam_run(folder: str, small: None) -> None:
+def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = addition.run(folder, seed=3)
     assert [row["batch"] for row in rows if "greedy" in row] == [0, 1]
-    rows = adam.run(folder, "report", 1e-10, batches=1, seed=0)
-    counts = rows[-1]["gradients"]
-    assert sum(counts) > 1000
-    middle = sum(counts[:18]) / sum(counts)  # elements below 1e-7: all of them, at this scale
-    assert middle == 1.0
+
+    def some_reward(rng: random.Random, digits: int) -> Problem:
+        return Problem(f"{rng.randrange(10)}+1=", lambda text: float(sum(map(ord, text)) % 2))
+
+    monkeypatch.setattr(adam, "find_task", lambda name: some_reward)
+    median = {}
+    for scale in adam.SCALES:
+        counts = torch.tensor(adam.run(folder, "report", scale, batches=1, seed=0)[-1]["gradients"])
+        assert counts[1:].sum() > 1000
+        median[scale] = int((counts[1:].cumsum(0) * 2 < counts[1:].sum()).sum())  # of those that are not 0
+    assert median[1.0] - median[1e-10] == 10  # a bin is a decade
 
 
 def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:

@@ -260,6 +260,25 @@ def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
 
 def test_logits_that_are_not_finite_are_named_by_row_and_step() -> None:
     script = Scripted([[0.5, 0.5], [0.5, math.nan]])
-    with pytest.raises(FloatingPointError, match="rows \\[1\\] at new token 1"):
+    with pytest.raises(FloatingPointError, match="at new token 1 of responses \\[1\\], to prompts \\[1\\]"):
         sample(script, [[2], [2]], Sampling(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True))
     assert sample(script, [], SAMPLING) == []
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_rows_that_have_ended_are_neither_named_nor_in_the_way(greedy: bool) -> None:
+    until_two = Sampling(end_tokens=(2,), pad_token=0, max_new_tokens=2, greedy=greedy)
+    ended_then_broken, sound = [1.0, math.nan], [0.0, 0.0]
+    responses = sample(Scripted([ended_then_broken, sound, sound]), [[1], [1], [1]], until_two)
+    assert [len(response.tokens) for response in responses] == [1, 2, 2]
+    ended, broken = [1.0, 1.0], [0.0, math.nan]
+    with pytest.raises(FloatingPointError, match="responses \\[3\\], to prompts \\[3\\]"):
+        sample(Scripted([ended, ended, ended, broken]), [[1]] * 4, until_two)
+
+
+def test_a_rollout_computes_logits_of_the_last_position_only(model: MiniMaxM1ForCausalLM) -> None:
+    seen = []
+    hook = model.register_forward_hook(lambda *call: seen.append(call[-1].logits.shape[1]))
+    sample(model, PROMPTS, SAMPLING, copies=2)
+    hook.remove()
+    assert set(seen) == {1}

@@ -52,6 +52,11 @@ def test_a_file_gives_its_settings_and_the_reports_defaults(tmp_path: Path) -> N
         (PLAIN + OBJECTIVE + "[[later]]\nlearning_rate = 1e-5", "later: .*batch"),
         (PLAIN + OBJECTIVE + "[[later]]\nbatch = 5\nlearning_rate = -1e-5", "above 0, got -1e-05"),
         (PLAIN + OBJECTIVE + "[[later]]\nbatch = 5\n[[later]]\nbatch = 5", "must grow.*\\[5, 5\\]"),
+        (PLAIN.replace("[8, 16]", "9") + OBJECTIVE, "windows is 9; write it as a list"),
+        (PLAIN + "reward_range = 1" + OBJECTIVE, "reward_range is 1; write it as a list"),
+        (PLAIN + OBJECTIVE + "[later]\nbatch = 5", "later is .*; write it as \\[\\[later\\]\\] tables"),
+        (PLAIN + 'objective = "cispo"', "objective is 'cispo'; write a table"),
+        (PLAIN + "dynamic_sampling = -1" + OBJECTIVE, "dynamic_sampling must be at least 0"),
         (PLAIN + OBJECTIVE + "[[later]]\nbatch = 0", "must grow from at least 1"),
     ],
 )

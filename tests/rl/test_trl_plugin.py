@@ -1,5 +1,6 @@
 """TRL's GRPOTrainer trains the model, with our objective, on its own code path."""
 
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from minimax_hybrid.rl.trl_plugin import grpo_settings  # noqa: E402
 
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ["bcd", "e", "fbcde", "cc"]
 
 
@@ -177,3 +179,14 @@ def test_what_trl_cannot_express_is_refused() -> None:
     for objective, message in cases:
         with pytest.raises(ValueError, match=message):
             grpo_settings(objective)
+
+
+@pytest.mark.parametrize("kind", [[], ["--lora"], ["--bfloat16"]], ids=["plain", "lora", "bfloat16"])
+def test_the_example_script_trains_and_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, kind: list[str]
+) -> None:
+    words = ["trl_cispo.py", "--steps", "1", "--responses", "128", "--output", str(tmp_path), *kind]
+    monkeypatch.setattr("sys.argv", words)
+    runpy.run_path(str(SCRIPTS / "trl_cispo.py"), run_name="__main__")
+    assert "in the last of 1" in capsys.readouterr().out
+    assert list(tmp_path.glob("*.safetensors"))
