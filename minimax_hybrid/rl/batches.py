@@ -16,6 +16,7 @@ class Response:
     """One response, without padding.
 
     log_probs: of each token, when and by whom it was drawn. finish: "end", "length" or "repetition".
+    filtered: log_probs are of a distribution that top-k or top-p had cut, as some engines return them.
     routing: (positions, L, A) experts of prompt and response without the last token, which the rollout never
         ran.
     """
@@ -27,6 +28,7 @@ class Response:
     temperature: float = 1.0
     group: int = 0
     routing: Tensor | None = field(default=None, repr=False)
+    filtered: bool = False
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,16 @@ def collate(responses: list[Response], *, pad_token: int, device: torch.device |
     """Tensors of these responses, padded on the right to the longest.
 
     Raises:
-        ValueError: rollouts at different temperatures, or routing that does not belong to its tokens.
+        ValueError: rollouts at different temperatures, log-probabilities of a filtered distribution, or
+            routing that does not belong to its tokens.
     """
     if not responses:
         raise ValueError("no responses to collate")
+    if filtered := [i for i, response in enumerate(responses) if response.filtered]:
+        raise ValueError(
+            f"log-probabilities of responses {filtered[:10]} are of a distribution that top-k or top-p cut; "
+            "ratios need those over the full vocabulary at the sampling temperature"
+        )
     temperatures = {response.temperature for response in responses}
     if len(temperatures) > 1:
         raise ValueError(

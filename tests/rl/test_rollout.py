@@ -226,11 +226,13 @@ def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
     routed = draw(model, dataclasses.replace(SAMPLING, record_routing=True))
     cut = dataclasses.replace(routed[0], tokens=routed[0].tokens[:-1], log_probs=routed[0].log_probs[:-1])
     plain = draw(model)
+    cut_off = dataclasses.replace(plain[1], filtered=True)
     warm = dataclasses.replace(plain[1], temperature=0.7)
     batch = collate(plain, pad_token=PAD)
     cases = [
         ("not the routing of these tokens", lambda: collate([cut, routed[1]], pad_token=PAD)),
         ("some without", lambda: collate([routed[0], plain[1]], pad_token=PAD)),
+        ("responses \\[1\\] .* full vocabulary", lambda: collate([plain[0], cut_off], pad_token=PAD)),
         ("temperatures \\[0.7, 1.0\\]", lambda: collate([plain[0], warm], pad_token=PAD)),
         (
             "drawn at temperature 1.0 and training asks for 0.7",
