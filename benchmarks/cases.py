@@ -83,11 +83,7 @@ CASES = {
             ("ours", "transformers"),
             ("tests/test_benchmarks.py", "-k", "both_sides_of_the_native_case"),
             _native_tasks(),
-            (
-                Task("prefill", 1024, rounds=2),
-                Task("decode", 1024, rounds=5),
-                Task("train", 512, 1, rounds=2),
-            ),
+            (Task("prefill", 1024, rounds=2), Task("decode", 1024, rounds=5)),
             native_work,
         ),
         Case(

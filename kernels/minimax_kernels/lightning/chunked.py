@@ -34,8 +34,8 @@ def chunked(
         return _run(_Blocks.packed(cu_seqlens, T), q, k, v, log_decay, state)
     step = max(WORKING_SET // max(B * H * Dk, 1) // BLOCK, 1) * BLOCK
     outs = []
-    for start in range(0, T, step):
-        part = [x[:, start : start + step] for x in (q, k, v)]
+    # split, not slices: the gradient of a slice is as large as the whole
+    for part in zip(*(x.split(step, dim=1) for x in (q, k, v)), strict=True) if T else ():
         out, state = _run(_Blocks.dense(B, part[0].shape[1], v.device), *part, log_decay, state)
         outs.append(out)
     return (torch.cat(outs, dim=1), state) if outs else (torch.zeros_like(v), state.clone())
