@@ -25,7 +25,7 @@ from .measure import (
 from .rows import RESULTS, Row, append
 from .tables import case_table, write_pages
 
-QUICK_BUDGET, BUDGET = 2.0, 45.0  # seconds for the rounds of one task
+QUICK_BUDGET, BUDGET = 1.0, 45.0  # seconds for the rounds of one task
 
 
 def run_case(case: Case, *, quick: bool = False, only: str | None = None) -> list[Row]:
