@@ -3,7 +3,7 @@
 python -m benchmarks.run                          what there is
 python -m benchmarks.run --case native            rows go to benchmarks/results/<device>.csv
 python -m benchmarks.run --case native --quick    a few rounds; prints, writes nothing
-python -m benchmarks.run --quick                  every case, a few rounds each
+python -m benchmarks.run --quick                  every case, a few rounds each, within a minute
 """
 
 import argparse
