@@ -78,10 +78,8 @@ def decode_bound(
     weights = _weights_read(config, batch, dtype)
     cache = cache_bytes(config, length, dtype=dtype)
     sequence = cache.total + cache.open_block / 2 + cache.state / BLOCK
-    return Bound(
-        compute=batch * flops(config, length, "decode").total / device.peak(dtype) / devices,
-        memory=(weights + batch * sequence) / device.bytes_per_second / devices,
-    )
+    work = batch * flops(config, length, "decode").total
+    return _bound(work, weights + batch * sequence, device, devices, dtype)
 
 
 def prefill_bound(
@@ -102,10 +100,12 @@ def prefill_bound(
     per_token = flops(config, length, "prefill")
     head = per_token.components["lm_head"]
     work = batch * (length * (per_token.total - head) + head)
-    return Bound(
-        compute=work / device.peak(dtype) / devices,
-        memory=moved / device.bytes_per_second / devices,
-    )
+    return _bound(work, moved, device, devices, dtype)
+
+
+def _bound(work: float, moved: float, device: Device, devices: int, dtype: str) -> Bound:
+    """FLOPs and bytes, spread evenly over the devices."""
+    return Bound(work / device.peak(dtype) / devices, moved / device.bytes_per_second / devices)
 
 
 def _weights_read(config: MiniMaxM1Config, count: int, dtype: str) -> float:

@@ -129,11 +129,8 @@ def train_start(task: str) -> None:
         return
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model, digits, started = (
-        MiniMaxM1ForCausalLM(small_config(tokenizer)),
-        comparison.digits,
-        time.monotonic(),
-    )
+    model, digits = MiniMaxM1ForCausalLM(small_config(tokenizer)), comparison.digits
+    started = time.monotonic()
     watched = draw(addition, random.Random(1), difficulty=digits, count=200)
     for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), digits=digits, steps=100_000)):
         if step % 50 == 49:

@@ -86,9 +86,8 @@ class Settings:
         now = self
         for change in self.later:
             if change.batch <= batch:
-                named = {field.name: getattr(change, field.name) for field in fields(change)}
-                del named["batch"]
-                now = replace(now, later=(), **{k: v for k, v in named.items() if v is not None})
+                named = {k: v for k, v in vars(change).items() if k != "batch" and v is not None}
+                now = replace(now, later=(), **named)
         return now
 
     @property

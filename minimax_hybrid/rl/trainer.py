@@ -207,8 +207,9 @@ class Trainer:
             self.stop(update, loss, responses)
         if norm > settings.max_grad_norm:
             # PyTorch's clipping adds 1e-6 to the norm, which may be more than all of the report's gradients
+            shrink = settings.max_grad_norm / norm
             for gradient in gradients:
-                gradient.mul_(settings.max_grad_norm / norm)
+                gradient.mul_(shrink)
         for group in self.optimizer.param_groups:
             group["lr"] = settings.learning_rate
         self.optimizer.step()
