@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import minimax_hybrid
 from minimax_hybrid import HybridCache, MiniMaxM1Config, MiniMaxM1ForCausalLM
-from minimax_hybrid.cache import LightningLayer
+from minimax_hybrid.cache import LightningCacheLayer
 from minimax_hybrid.experts import MixtureOfExperts, Router
 from minimax_hybrid.layers import RMSNorm
 from minimax_hybrid.lightning_attention import LightningAttention, layer_log_decay
@@ -128,8 +128,8 @@ def _operator_rows(module: LightningAttention, projected: Tensor) -> tuple[Tenso
     H, D = module.num_heads, module.head_dim
     q, k, v = module.act(projected).view(1, -1, H, 3 * D).split(D, dim=-1)
     log_decay = layer_log_decay(H, module.layer_idx, module.num_layers, device=q.device)
-    whole = LightningLayer().attend(q, k, v, log_decay, real=None)
-    memory = LightningLayer()
+    whole = LightningCacheLayer().attend(q, k, v, log_decay, real=None)
+    memory = LightningCacheLayer()
     memory.attend(q[:, :-1], k[:, :-1], v[:, :-1], log_decay, real=None)
     step = memory.attend(q[:, -1:], k[:, -1:], v[:, -1:], log_decay, real=None)
     return whole[:, -1].flatten(), step.flatten()

@@ -2,15 +2,15 @@
 
     python -m benchmarks.figure1        writes figures/figure1_right.svg and results/figure1.md
 
-Nothing is timed here: counts come from `minimax_hybrid.figure1`, markers from the report's own drawing.
+Nothing is timed: counts come from `minimax_hybrid.cost.published`, markers from the report's own drawing.
 """
 
 import json
 from pathlib import Path
 
 from minimax_hybrid.config import MiniMaxM1Config
-from minimax_hybrid.figure1 import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
-from minimax_hybrid.plotting import COLORS, INK, picture
+from minimax_hybrid.cost.plotting import COLORS, INK, picture
+from minimax_hybrid.cost.published import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
 
 HERE = Path(__file__).parent
 MARKERS = HERE.parent / "tests" / "goldens" / "figure1_right.json"

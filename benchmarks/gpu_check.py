@@ -119,8 +119,8 @@ def replay(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
 def empty_cache(B: int, H: int, D: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {
         "state": torch.zeros(B, H, D, D, device=device()),
-        "k_rows": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
-        "v_rows": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
+        "k_cache": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
+        "v_cache": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
         "counts": torch.zeros(B, dtype=torch.int64, device=device()),
     }
 

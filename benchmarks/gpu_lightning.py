@@ -19,8 +19,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from minimax_hybrid.cost.roofline import DEVICES
 from minimax_hybrid.lightning_attention import layer_log_decay
-from minimax_hybrid.roofline import DEVICES
 from minimax_kernels import BLOCK, cu_seqlens_from_lengths, lightning_attention, lightning_decode
 from minimax_kernels.backends import available
 
@@ -150,7 +150,7 @@ def decode(side: str, task: Task) -> tuple[Work, int]:
         ), times
     caches = [empty_cache(B, H, D, q.dtype) for _ in range(times)]
     for cache in caches:
-        cache["k_rows"].zero_(), cache["v_rows"].zero_()
+        cache["k_cache"].zero_(), cache["v_cache"].zero_()
         cache["counts"].fill_(BLOCK // 2)
     step = torch.inference_mode()(
         lambda: [lightning_decode(q, k, v, log_decay, **cache, backend=side) for cache in caches]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from minimax_hybrid.roofline import cpu_name
+from minimax_hybrid.cost.roofline import cpu_name
 
 ROOT = Path(__file__).parent.parent
 LONG = 20.0

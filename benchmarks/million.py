@@ -18,7 +18,7 @@ import torch
 from tqdm import tqdm
 
 from minimax_hybrid.cache import HybridCache
-from minimax_hybrid.long_prefill import prefill
+from minimax_hybrid.chunked_prefill import prefill
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from .measure import ROOT, device_slug, percentiles, place, require
@@ -127,7 +127,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
-    require("million", "tests/model/test_long_prefill.py")
+    require("million", "tests/model/test_chunked_prefill.py")
     if args.quick:
         progress, steps = run(8192, kept=None)
     else:

@@ -10,7 +10,7 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from minimax_hybrid.compat import CACHE_NAME as _NAME
 from minimax_hybrid.config import MiniMaxM1Config, to_transformers
-from minimax_hybrid.cost import softmax_twin
+from minimax_hybrid.cost.counts import softmax_twin
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from .measure import Work

@@ -6,7 +6,7 @@ python -m benchmarks.plot        figures/twin.svg, operators.svg and passkey.svg
 from pathlib import Path
 from typing import Any
 
-from minimax_hybrid.plotting import COLORS, picture, token_axis
+from minimax_hybrid.cost.plotting import COLORS, picture, token_axis
 
 from .rows import Row, mean_over_seeds, newest
 

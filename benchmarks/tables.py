@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from minimax_hybrid.plotting import tokens
+from minimax_hybrid.cost.plotting import tokens
 
 from .cases import CASES
 from .measure import ROOT

@@ -6,9 +6,9 @@ Importing this package registers `minimax_m1` and `minimax_text_01` with transfo
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .cache import HybridCache
+from .checkpoint.loading import register_layouts
 from .config import MiniMaxM1Config, MiniMaxText01Config
 from .generation import RepetitionStop, finish_reasons
-from .loading import register_layouts
 from .model import MiniMaxM1ForCausalLM, MiniMaxM1Model, MiniMaxText01ForCausalLM, MiniMaxText01Model
 
 for _config, _base, _causal in (

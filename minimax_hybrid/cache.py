@@ -11,7 +11,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from minimax_kernels import BLOCK
 
 from .config import LIGHTNING, MiniMaxM1Config
-from .lightning_memory import ROWS_KEPT, LightningLayer, tracked, writable
+from .lightning_memory import MAX_ROLLBACK, LightningCacheLayer, tracked, writable
 from .sequences import Sequences
 
 
@@ -20,21 +20,24 @@ class HybridCache(Cache):
 
     Args:
         config: the model's.
-        rows_kept: how far back `crop` reaches at least, in tokens, if the last call had that many. Every call
-            keeps its own rows up to this number; more would cost a long prompt more memory than softmax
-            layers do.
+        max_rollback: how far back `crop` reaches at least, in tokens, if the last call had that many. Every
+            call keeps its own keys and values up to this number; more would cost a long prompt more memory
+            than softmax layers do.
 
     `history` is (B, length) bool with the padding seen so far, None if there was none.
     """
 
-    def __init__(self, config: MiniMaxM1Config, *, rows_kept: int = ROWS_KEPT):
-        if rows_kept < 1:
-            raise ValueError(f"rows_kept is {rows_kept}; it must be at least 1")
+    def __init__(self, config: MiniMaxM1Config, *, max_rollback: int = MAX_ROLLBACK):
+        if max_rollback < 1:
+            raise ValueError(f"max_rollback is {max_rollback}; it must be at least 1")
         kinds = config.attn_type_list
         super().__init__(
-            layers=[LightningLayer(rows_kept) if kind == LIGHTNING else SoftmaxLayer() for kind in kinds]
+            layers=[
+                LightningCacheLayer(max_rollback) if kind == LIGHTNING else SoftmaxCacheLayer()
+                for kind in kinds
+            ]
         )
-        self.rows_kept = rows_kept
+        self.max_rollback = max_rollback
         self.history: Tensor | None = None
         self._within_call = False
 
@@ -108,7 +111,7 @@ class HybridCache(Cache):
             )
 
 
-class SoftmaxLayer(DynamicLayer):
+class SoftmaxCacheLayer(DynamicLayer):
     """Keys and values (B, Hkv, T, D), in room that grows by a quarter, so few tokens copy them all."""
 
     def __init__(self) -> None:

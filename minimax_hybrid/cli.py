@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import LAYOUTS
+from .checkpoint.headers import LAYOUTS
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -205,7 +205,7 @@ def _show(piece: str) -> None:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from .inspection import inspect_report, inspect_text
+    from .checkpoint.inspection import inspect_report, inspect_text
 
     _quiet_transformers()
     report = inspect_report(args.folder)
@@ -214,7 +214,7 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from .conversion import convert
+    from .checkpoint.conversion import convert
 
     _quiet_transformers()
     with warnings.catch_warnings():
@@ -226,9 +226,9 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _cost(args: argparse.Namespace) -> int:
+    from .checkpoint.inspection import read_config
     from .config import MiniMaxM1Config
-    from .cost_report import LENGTHS, cost_plot, cost_report, cost_text, named_devices
-    from .inspection import read_config
+    from .cost.report import LENGTHS, cost_plot, cost_report, cost_text, named_devices
 
     sizes = {"m1": MiniMaxM1Config.m1, "tiny": MiniMaxM1Config.tiny}
     config = sizes[args.config]() if args.config in sizes else read_config(args.config)

@@ -51,10 +51,10 @@ class Experts(nn.Module):
     def forward(self, x_NM: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         A = chosen.shape[1]
         order = chosen.flatten().argsort(stable=True)  # (R,), R = N * A for N tokens
-        rows_per_expert = chosen.flatten().bincount(minlength=self.down_proj.shape[0])
+        tokens_per_expert = chosen.flatten().bincount(minlength=self.down_proj.shape[0])
         routed_RM = x_NM[order // A]
-        gate, up = grouped_linear(routed_RM, self.gate_up_proj, rows_per_expert).chunk(2, dim=-1)
-        out_RM = grouped_linear(self.act(gate) * up, self.down_proj, rows_per_expert)
+        gate, up = grouped_linear(routed_RM, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
+        out_RM = grouped_linear(self.act(gate) * up, self.down_proj, tokens_per_expert)
         out_RM = out_RM * weights.to(out_RM.dtype).flatten()[order, None]
         return torch.zeros_like(x_NM, dtype=out_RM.dtype).index_add(0, order // A, out_RM)
 

@@ -134,7 +134,9 @@ class HybridGenerationMixin:
     def _check_drafts(self, kwargs: dict[str, Any]) -> bool:
         """Whether tokens are drafted before they are chosen; a ValueError if the cache cannot undo them."""
         cache = kwargs.get(CACHE_NAME)
-        limit = cache.rows_kept if isinstance(cache, HybridCache) else HybridCache(self.config).rows_kept
+        limit = (
+            cache.max_rollback if isinstance(cache, HybridCache) else HybridCache(self.config).max_rollback
+        )
         config = kwargs.get("generation_config") or self.generation_config
         assistant = kwargs.get("assistant_model")
         if kwargs.get("assistant_early_exit") or getattr(config, "assistant_early_exit", None):

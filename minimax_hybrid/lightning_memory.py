@@ -20,29 +20,29 @@ from minimax_kernels import BLOCK, lightning_attention, lightning_decode
 
 from .sequences import padded_lightning_attention
 
-ROWS_KEPT = 1024
+MAX_ROLLBACK = 1024
 
 
-class LightningLayer(CacheLayerMixin):
+class LightningCacheLayer(CacheLayerMixin):
     """The memory of one lightning layer, for a batch whose sequences each have their own position.
 
     state: (B, H, Dk, Dv) float32 at the start of the open block.
-    k_rows, v_rows: (B, R, H, D), the rows since; counts: (B,) how many of them each sequence holds.
+    k_cache, v_cache: (B, R, H, D), the rows since; counts: (B,) how many of them each sequence holds.
     """
 
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, rows_kept: int = ROWS_KEPT):
+    def __init__(self, max_rollback: int = MAX_ROLLBACK):
         super().__init__()
-        self.rows_kept = rows_kept
+        self.max_rollback = max_rollback
         self.record_past = False
         self._clear()
 
     def _clear(self) -> None:
         self.is_initialized = False
         self.length = 0  # positions seen, padding included
-        self.state = self.k_rows = self.v_rows = self.counts = self.log_decay = None
+        self.state = self.k_cache = self.v_cache = self.counts = self.log_decay = None
         self._settled = False  # full blocks are folded and the rows are one block wide
         self._foldable = True  # no rows are held back for a crop (see activate_past_recording)
         self._plain = 0  # trailing positions at which every sequence has a token
@@ -56,10 +56,10 @@ class LightningLayer(CacheLayerMixin):
             self._settle()
         self._foldable = not self.record_past
         # a prompt computed under autocast may be continued without it
-        self.k_rows, self.v_rows = self.k_rows.to(k.dtype), self.v_rows.to(v.dtype)
+        self.k_cache, self.v_cache = self.k_cache.to(k.dtype), self.v_cache.to(v.dtype)
         T = q.shape[1]
         can_replay = T == 1 and real is None and self._settled and self._foldable
-        if can_replay and not tracked(q, k, v, self.state, self.k_rows, self.v_rows):
+        if can_replay and not tracked(q, k, v, self.state, self.k_cache, self.v_cache):
             self._own()
             out = lightning_decode(
                 q,
@@ -67,8 +67,8 @@ class LightningLayer(CacheLayerMixin):
                 v,
                 log_decay,
                 state=self.state,
-                k_rows=self.k_rows,
-                v_rows=self.v_rows,
+                k_cache=self.k_cache,
+                v_cache=self.v_cache,
                 counts=self.counts,
             )
         else:
@@ -80,10 +80,10 @@ class LightningLayer(CacheLayerMixin):
         """The state (B, H, Dk, Dv) after the last position, None before the first call."""
         if not self.is_initialized:
             return None
-        return self._advanced(self.k_rows, self.v_rows, self.counts)
+        return self._advanced(self.k_cache, self.v_cache, self.counts)
 
     def activate_past_recording(self) -> None:
-        """From now on keep the rows since the last `crop`, up to `rows_kept`, not of the last call alone.
+        """From now on keep the rows since the last `crop`, up to `max_rollback`, not of the last call alone.
 
         A model that drafts one by one takes its drafts back together; `record_past` turns it off again.
         """
@@ -97,8 +97,8 @@ class LightningLayer(CacheLayerMixin):
             held = self.length if not self.is_initialized else int(self.counts.min())
             raise ValueError(
                 f"cannot take back {remove} positions: a lightning layer holds the rows of the last {held}, "
-                "older ones are folded into its state; build HybridCache with a larger rows_kept, or compute "
-                "the prompt anew"
+                "older ones are folded into its state; build HybridCache with a larger max_rollback, or "
+                "compute the prompt anew"
             )
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -156,31 +156,31 @@ class LightningLayer(CacheLayerMixin):
         Dv = v.shape[-1]
         work = torch.promote_types(q.dtype, torch.float32)
         self.state = torch.zeros(B, H, Dk, Dv, dtype=work, device=q.device)
-        self.k_rows = k.new_zeros(B, BLOCK, H, Dk)
-        self.v_rows = v.new_zeros(B, BLOCK, H, Dv)
+        self.k_cache = k.new_zeros(B, BLOCK, H, Dk)
+        self.v_cache = v.new_zeros(B, BLOCK, H, Dv)
         self.counts = torch.zeros(B, dtype=torch.int64, device=q.device)
         self.log_decay = log_decay
         self.is_initialized = self._settled = True
 
     def _own(self) -> None:
         """Make what a decode step writes into safe to write: part of no graph, and no inference tensor."""
-        if self.state.requires_grad or self.k_rows.requires_grad or not writable(self.state):
-            self.state, self.k_rows, self.v_rows, self.counts = (
-                x.detach().clone() for x in (self.state, self.k_rows, self.v_rows, self.counts)
+        if self.state.requires_grad or self.k_cache.requires_grad or not writable(self.state):
+            self.state, self.k_cache, self.v_cache, self.counts = (
+                x.detach().clone() for x in (self.state, self.k_cache, self.v_cache, self.counts)
             )
 
     def _settle(self) -> None:
         """Fold every full block into the state and keep the open block's rows, in room for one block."""
         full = self.counts // BLOCK * BLOCK
-        self.state = self._advanced(self.k_rows, self.v_rows, full)
-        self.k_rows, self.v_rows = (_take_rows(x, full, BLOCK) for x in (self.k_rows, self.v_rows))
+        self.state = self._advanced(self.k_cache, self.v_cache, full)
+        self.k_cache, self.v_cache = (_take_rows(x, full, BLOCK) for x in (self.k_cache, self.v_cache))
         self.counts = self.counts - full
         self._settled = True
 
-    def _advanced(self, k_rows: Tensor, v_rows: Tensor, counts: Tensor) -> Tensor:
+    def _advanced(self, k_cache: Tensor, v_cache: Tensor, counts: Tensor) -> Tensor:
         """The state after the first counts (B,) rows."""
         held = counts.tolist()
-        k, v = k_rows[:, : max(held)], v_rows[:, : max(held)]
+        k, v = k_cache[:, : max(held)], v_cache[:, : max(held)]
         mask = None
         if min(held) != max(held):
             mask = torch.arange(max(held), device=counts.device) < counts[:, None]
@@ -193,11 +193,11 @@ class LightningLayer(CacheLayerMixin):
             return self._extend_together(q, k, v, held[0])
         B, T = q.shape[:2]
         real = q.new_ones(B, T, dtype=torch.bool) if real is None else real
-        R = self.k_rows.shape[1]
+        R = self.k_cache.shape[1]
         was_held = torch.arange(R, device=q.device) < self.counts[:, None]
         mask = torch.cat([was_held, real], dim=1)  # (B, R + T)
-        k, v = torch.cat([self.k_rows, k], dim=1), torch.cat([self.v_rows, v], dim=1)
-        q = torch.cat([torch.zeros_like(self.k_rows), q], dim=1)
+        k, v = torch.cat([self.k_cache, k], dim=1), torch.cat([self.v_cache, v], dim=1)
+        q = torch.cat([torch.zeros_like(self.k_cache), q], dim=1)
         rank = mask.long().cumsum(1) - 1
         total = mask.sum(1)
         folded = self._boundary(total)
@@ -211,7 +211,7 @@ class LightningLayer(CacheLayerMixin):
         width = max(int(self.counts.max()), BLOCK)
         row, column = tail.nonzero(as_tuple=True)
         place = (row, (rank - folded[:, None])[row, column])
-        self.k_rows, self.v_rows = (
+        self.k_cache, self.v_cache = (
             x.new_zeros(B, width, *x.shape[2:]).index_put(place, x[row, column]) for x in (k, v)
         )
         self._settled = False
@@ -220,7 +220,10 @@ class LightningLayer(CacheLayerMixin):
     def _extend_together(self, q: Tensor, k: Tensor, v: Tensor, held: int) -> Tensor:
         """The same where all sequences hold equally many rows and have no padding: no row changes place."""
         if held:
-            k, v = torch.cat([self.k_rows[:, :held], k], dim=1), torch.cat([self.v_rows[:, :held], v], dim=1)
+            k, v = (
+                torch.cat([self.k_cache[:, :held], k], dim=1),
+                torch.cat([self.v_cache[:, :held], v], dim=1),
+            )
             q = torch.cat([torch.zeros_like(k[:, :held]), q], dim=1)
         total = k.shape[1]
         folded = int(self._boundary(torch.tensor(total)))
@@ -233,14 +236,14 @@ class LightningLayer(CacheLayerMixin):
             outs.append(out)
             q, k, v = q[:, folded:], k[:, folded:], v[:, folded:]
         outs.append(lightning_attention(q, k, v, self.log_decay, state=self.state)[0])
-        self.k_rows, self.v_rows = k.clone(), v.clone()  # the caller's buffer is wider: let it go
+        self.k_cache, self.v_cache = k.clone(), v.clone()  # the caller's buffer is wider: let it go
         self.counts = torch.full_like(self.counts, total - folded)
         self._settled = False
         return torch.cat(outs, dim=1)[:, held:]
 
     def _boundary(self, total: Tensor) -> Tensor:
-        """Rows to fold out of `total`: whole blocks, so that at least `rows_kept` rows stay."""
-        return (total - self.rows_kept).clamp(min=0) // BLOCK * BLOCK
+        """Rows to fold out of `total`: whole blocks, so that at least `max_rollback` rows stay."""
+        return (total - self.max_rollback).clamp(min=0) // BLOCK * BLOCK
 
     def _remember(self, real: Tensor | None, T: int) -> None:
         self.length += T
@@ -265,8 +268,8 @@ class LightningLayer(CacheLayerMixin):
     def _map(self, change: Callable[[Tensor], Tensor]) -> None:
         if not self.is_initialized:
             return
-        self.state, self.k_rows, self.v_rows, self.counts = (
-            change(x) for x in (self.state, self.k_rows, self.v_rows, self.counts)
+        self.state, self.k_cache, self.v_cache, self.counts = (
+            change(x) for x in (self.state, self.k_cache, self.v_cache, self.counts)
         )
         if self._last_real is not None:
             self._last_real = change(self._last_real)

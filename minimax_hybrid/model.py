@@ -19,9 +19,9 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import can_return_tuple
 
-from . import loading
 from .cache import HybridCache
-from .checkpoint import DERIVED
+from .checkpoint import loading
+from .checkpoint.headers import DERIVED
 from .compat import CACHE_NAME, MASK_CACHE_NAME, HybridCausalLMOutput, HybridModelOutput
 from .config import LIGHTNING, MiniMaxM1Config, MiniMaxText01Config
 from .experts import Experts, MixtureOfExperts, Router, SharedExpert, load_balancing_loss, mix_shared

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
+from .checkpoint.inspection import read_config
 from .generation import RepetitionStop, finish_reasons
-from .inspection import read_config
 from .model import MiniMaxM1ForCausalLM
 
 DEMO = Path(__file__).parent / "demo"

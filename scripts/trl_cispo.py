@@ -20,8 +20,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.objective import CISPO
+from minimax_hybrid.rl.plugins.trl_plugin import grpo_settings
 from minimax_hybrid.rl.tasks import addition, draw
-from minimax_hybrid.rl.trl_plugin import grpo_settings
 from minimax_hybrid.text import DEMO
 
 ATTENTION = ["qkv_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj"]

@@ -11,7 +11,7 @@ The report gives no value for CISPO's bound; 5 is one plus an epsilon of 4.
 """
 
 from minimax_hybrid.rl.objective import CISPO, DAPO
-from minimax_hybrid.rl.verl_plugin import register
+from minimax_hybrid.rl.plugins.verl_plugin import register
 
 register("m1_cispo", CISPO(ratio_max=5.0))
 register("m1_dapo", DAPO())

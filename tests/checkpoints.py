@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
-from minimax_hybrid.checkpoint import INDEX, SINGLE
+from minimax_hybrid.checkpoint.headers import INDEX, SINGLE
 
 
 def small_config(**changes: Any) -> MiniMaxM1Config:

@@ -11,7 +11,7 @@ from benchmarks import figure1, measure, million, models, passkey, plot, rows, r
 from benchmarks.cases import CASES, Case, Task
 from benchmarks.measure import interleaved, percentiles, place
 from benchmarks.models import native_config, native_work, small_config
-from minimax_hybrid.cost import parameters, softmax_twin
+from minimax_hybrid.cost.counts import parameters, softmax_twin
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 ROOT = Path(__file__).parent.parent

@@ -41,7 +41,7 @@ def unpack(packed: Tensor, mask: Tensor) -> Tensor:
     return out
 
 
-def readable(x: Tensor) -> bool:
+def can_check_values(x: Tensor) -> bool:
     """Whether a check may look at values: not on a GPU, which would wait, nor while torch.compile traces."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
@@ -57,7 +57,7 @@ def check_cu_seqlens(cu_seqlens: Tensor, *, batch: int, positions: int) -> None:
             "cu_seqlens must be a vector of S + 1 int32 or int64 bounds, got "
             f"shape {tuple(cu_seqlens.shape)} of {cu_seqlens.dtype}"
         )
-    if not readable(cu_seqlens):
+    if not can_check_values(cu_seqlens):
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0:

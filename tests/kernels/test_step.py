@@ -18,8 +18,8 @@ class Memory:
         Dv = inputs.v.shape[-1]
         self.inputs = inputs
         self.state = torch.zeros(B, H, Dk, Dv, device=inputs.q.device)
-        self.k_rows = inputs.k.new_full((B, rows, H, Dk), float("nan"))
-        self.v_rows = inputs.v.new_full((B, rows, H, Dv), float("nan"))
+        self.k_cache = inputs.k.new_full((B, rows, H, Dk), float("nan"))
+        self.v_cache = inputs.v.new_full((B, rows, H, Dv), float("nan"))
         self.counts = torch.zeros(B, dtype=torch.int64, device=inputs.q.device)
 
     def prefill(self, b: int, positions: int, backend: str) -> None:
@@ -28,12 +28,12 @@ class Memory:
         rows = slice(boundary, positions)
         self.state[b] = forward(self.inputs, slice(0, boundary), backend)[1][b]
         self.counts[b] = positions - boundary
-        self.k_rows[b, : positions - boundary] = self.inputs.k[b, rows]
-        self.v_rows[b, : positions - boundary] = self.inputs.v[b, rows]
+        self.k_cache[b, : positions - boundary] = self.inputs.k[b, rows]
+        self.v_cache[b, : positions - boundary] = self.inputs.v[b, rows]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
         return lightning_decode(
-            q, k, v, self.inputs.log_decay, state=self.state, k_rows=self.k_rows, v_rows=self.v_rows,
+            q, k, v, self.inputs.log_decay, state=self.state, k_cache=self.k_cache, v_cache=self.v_cache,
             counts=self.counts, backend=backend,
         )  # fmt: skip
 
@@ -60,8 +60,8 @@ def test_decode_step_by_step_is_the_forward_bit_for_bit(
     assert torch.equal(stepped, forward(inputs, slice(None), backend)[0])
     assert torch.equal(memory.state, forward(inputs, slice(0, 128), backend)[1])
     assert memory.counts.tolist() == [3]
-    assert torch.equal(memory.k_rows[:, :3], inputs.k[:, 128:])
-    assert torch.equal(memory.v_rows[:, :3], inputs.v[:, 128:])
+    assert torch.equal(memory.k_cache[:, :3], inputs.k[:, 128:])
+    assert torch.equal(memory.v_cache[:, :3], inputs.v[:, 128:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +102,7 @@ def test_rows_and_state_may_be_views_of_a_larger_cache(backend: str, device: str
     inputs = lightning_inputs(B=2, T=67, H=1, device=device)
     plain, viewed = Memory(inputs), Memory(inputs)
     for memory in (plain, viewed):
-        for name in ("state", "k_rows", "v_rows", "counts") if memory is viewed else ():
+        for name in ("state", "k_cache", "v_cache", "counts") if memory is viewed else ():
             x = getattr(viewed, name)
             setattr(viewed, name, torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0])
         for b in range(2):
@@ -123,8 +123,8 @@ def test_an_empty_batch_decodes_to_nothing(backend: str, device: str) -> None:
             {"q": torch.zeros(1, 2, 1, 4), "k": torch.zeros(1, 2, 1, 4), "v": torch.zeros(1, 2, 1, 4)},
             "one position",
         ),
-        ({"k_rows": torch.zeros(1, 63, 1, 4)}, "k_rows must be"),
-        ({"v_rows": torch.zeros(1, 64, 1, 4, dtype=torch.float64)}, "type of q"),
+        ({"k_cache": torch.zeros(1, 63, 1, 4)}, "k_cache must be"),
+        ({"v_cache": torch.zeros(1, 64, 1, 4, dtype=torch.float64)}, "type of q"),
         ({"state": torch.zeros(1, 1, 4, 4, dtype=torch.float64)}, "state must be"),
         ({"counts": torch.zeros(1, dtype=torch.int32)}, "int64"),
         ({"counts": torch.tensor([65])}, "0 to 64"),
@@ -134,7 +134,7 @@ def test_a_wrong_argument_is_refused_by_name(change: dict, complaint: str) -> No
     x, rows = torch.zeros(1, 1, 1, 4), torch.zeros(1, BLOCK, 1, 4)
     arguments = {
         "q": x, "k": x, "v": x, "log_decay": torch.zeros(1), "state": torch.zeros(1, 1, 4, 4),
-        "k_rows": rows, "v_rows": rows.clone(), "counts": torch.zeros(1, dtype=torch.int64),
+        "k_cache": rows, "v_cache": rows.clone(), "counts": torch.zeros(1, dtype=torch.int64),
     }  # fmt: skip
     with pytest.raises(ValueError, match=complaint):
         lightning_decode(**arguments | change)

@@ -167,8 +167,8 @@ def test_a_compiled_decode_writes_into_the_cache_it_is_given(device: str) -> Non
     caches = [
         {
             "state": torch.zeros(2, 1, 16, 16, device=device),
-            "k_rows": rows.clone(),
-            "v_rows": rows.clone(),
+            "k_cache": rows.clone(),
+            "v_cache": rows.clone(),
             "counts": torch.zeros(2, dtype=torch.int64, device=device),
         }
         for _ in range(2)

@@ -24,7 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
-from minimax_hybrid.cache import LightningLayer
+from minimax_hybrid.cache import LightningCacheLayer
 from minimax_hybrid.lightning_attention import layer_log_decay
 from minimax_kernels import lightning_attention
 
@@ -80,10 +80,10 @@ def test_any_split_of_a_padded_batch_is_each_row_alone(
             assert_close(state, fresh.layers[i].current_state())
 
 
-@pytest.mark.parametrize("rows_kept", [1, 64, 100, 1024])
-def test_how_many_rows_are_kept_changes_no_logit(rows_kept: int) -> None:
+@pytest.mark.parametrize("max_rollback", [1, 64, 100, 1024])
+def test_how_many_rows_are_kept_changes_no_logit(max_rollback: int) -> None:
     ids = tokens(2, 230)
-    cache = prefilled(NET, ids[:, :200], rows_kept=rows_kept)
+    cache = prefilled(NET, ids[:, :200], max_rollback=max_rollback)
     found = logits(NET, ids[:, 200:], past_key_values=cache)
     assert_close(found, logits(NET, ids, use_cache=False)[:, 200:])
 
@@ -109,16 +109,16 @@ def test_the_current_state_is_the_recurrence(T: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("rows_kept", [1, 70, 1024])
+@pytest.mark.parametrize("max_rollback", [1, 70, 1024])
 @pytest.mark.parametrize("sizes", [[100, 37, *[1] * 60], [1] * 130, [64, 64, 1, 63]], ids=len)
 def test_lightning_attention_in_pieces_has_the_bits_of_one_call(
-    sizes: list[int], rows_kept: int, dtype: torch.dtype
+    sizes: list[int], max_rollback: int, dtype: torch.dtype
 ) -> None:
     """Blocks count from a sequence's own start: every row is computed by the same tile on the same values."""
     make = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, sum(sizes), 3, 16, generator=make).to(dtype) for _ in range(3))
     decay = layer_log_decay(3, 0, 4, device=q.device)
-    layer = LightningLayer(rows_kept)
+    layer = LightningCacheLayer(max_rollback)
     parts = zip(*(x.split(sizes, dim=1) for x in (q, k, v)), strict=True)
     found = torch.cat([layer.attend(*part, decay, real=None) for part in parts], dim=1)
     whole, state = lightning_attention(q, k, v, decay)
@@ -300,12 +300,12 @@ def test_a_crop_across_calls_with_padding_is_exact_or_refused() -> None:
 
 def test_a_crop_beyond_the_rows_kept_is_refused_and_changes_nothing() -> None:
     ids = tokens(2, 200)
-    cache = prefilled(NET, ids[:, :199], rows_kept=16)
-    with pytest.raises(ValueError, match="rows_kept"):
+    cache = prefilled(NET, ids[:, :199], max_rollback=16)
+    with pytest.raises(ValueError, match="max_rollback"):
         cache.crop(-150)
     cache.crop(0)
     found = logits(NET, ids[:, 199:], past_key_values=cache)
-    fresh = prefilled(NET, ids[:, :199], rows_kept=16)
+    fresh = prefilled(NET, ids[:, :199], max_rollback=16)
     assert torch.equal(found, logits(NET, ids[:, 199:], past_key_values=fresh))
     with pytest.raises(ValueError, match="the cache holds 200"):
         cache.crop(-201)
@@ -313,7 +313,7 @@ def test_a_crop_beyond_the_rows_kept_is_refused_and_changes_nothing() -> None:
 
 def test_at_least_the_rows_kept_can_be_taken_back() -> None:
     ids = tokens(1, 300)
-    cache = prefilled(NET, ids, rows_kept=100)
+    cache = prefilled(NET, ids, max_rollback=100)
     cache.crop(-100)
     check_crop(cache, ids, 200)
 
@@ -410,8 +410,8 @@ def test_a_lightning_layer_is_no_store_of_keys() -> None:
     for use in (layer.update, layer.lazy_initialization):
         with pytest.raises(TypeError):
             use(torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1))
-    with pytest.raises(ValueError, match="rows_kept is 0"):
-        HybridCache(NET.config, rows_kept=0)
+    with pytest.raises(ValueError, match="max_rollback is 0"):
+        HybridCache(NET.config, max_rollback=0)
 
 
 # Gradients and modes
@@ -453,7 +453,7 @@ def test_a_cache_filled_under_autocast_serves_without_it() -> None:
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         NET(ids[:, :62], past_key_values=cache)
     assert_close(decode(cache, ids[:, 62:]), logits(NET, ids, use_cache=False)[:, 62:], 0.1)
-    assert cache.layers[0].k_rows.dtype == cache.layers[1].keys.dtype == torch.float32
+    assert cache.layers[0].k_cache.dtype == cache.layers[1].keys.dtype == torch.float32
 
 
 def test_inference_mode_first_does_not_spoil_training() -> None:

@@ -17,7 +17,7 @@ from tiny_checkpoint import tiny_checkpoint
 from transformers.utils import logging
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, cli
-from minimax_hybrid.cost import inference_bytes, parameters
+from minimax_hybrid.cost.counts import inference_bytes, parameters
 from minimax_hybrid.text import Settings, encode, generate_text, load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -225,7 +225,7 @@ def test_drafts_that_could_not_be_taken_back_are_refused_before_the_first_token(
         ({"assistant_model": helper}, "num_assistant_tokens is 2000"),
         ({"assistant_early_exit": 2}, "assistant_early_exit drafts with the first layers"),
         (
-            {"prompt_lookup_num_tokens": 10, "past_key_values": HybridCache(NET.config, rows_kept=8)},
+            {"prompt_lookup_num_tokens": 10, "past_key_values": HybridCache(NET.config, max_rollback=8)},
             "at most 8 tokens",
         ),
     )

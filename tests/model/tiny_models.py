@@ -84,9 +84,9 @@ def assert_same_memory(found: HybridCache, wanted: HybridCache, tolerance: float
 
 @torch.no_grad()
 def prefilled(
-    net: MiniMaxM1ForCausalLM, ids: Tensor, mask: Tensor | None = None, *, rows_kept: int = 1024
+    net: MiniMaxM1ForCausalLM, ids: Tensor, mask: Tensor | None = None, *, max_rollback: int = 1024
 ) -> HybridCache:
-    cache = HybridCache(net.config, rows_kept=rows_kept)
+    cache = HybridCache(net.config, max_rollback=max_rollback)
     net(ids, attention_mask=mask, past_key_values=cache)
     return cache
 

@@ -16,7 +16,7 @@ from datasets import Dataset  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from minimax_hybrid.rl.trl_plugin import grpo_settings  # noqa: E402
+from minimax_hybrid.rl.plugins.trl_plugin import grpo_settings  # noqa: E402
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 PROMPTS = ["bcd", "e", "fbcde", "cc"]

@@ -16,7 +16,7 @@ from verl.utils import tensordict_utils  # noqa: E402
 from verl.workers.config import ActorConfig, PolicyLossConfig  # noqa: E402
 from verl.workers.utils.losses import ppo_loss  # noqa: E402
 
-from minimax_hybrid.rl.verl_plugin import register  # noqa: E402
+from minimax_hybrid.rl.plugins.verl_plugin import register  # noqa: E402
 
 PROMPT, RESPONSE = [2, 3, 1], [4, 1, 3]
 

@@ -32,7 +32,7 @@ NAMES = ("reference", "loop", "grouped_mm")
 
 
 def grouped_linear(
-    x: Tensor, weight: Tensor, rows_per_expert: Tensor, *, backend: GroupedBackend = "auto"
+    x: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, backend: GroupedBackend = "auto"
 ) -> Tensor:
     """Each expert's linear layer on its own rows of x.
 
@@ -44,7 +44,7 @@ def grouped_linear(
     Args:
         x: (R, K), rows sorted by expert.
         weight: (E, N, K), of x's type.
-        rows_per_expert: (E,) int32 or int64 rows of each expert, at most R in all.
+        tokens_per_expert: (E,) int32 or int64 rows of each expert, at most R in all.
         backend: "auto", "reference", "loop" or "grouped_mm".
 
     Returns:
@@ -56,20 +56,20 @@ def grouped_linear(
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    _check(x, weight, rows_per_expert)
+    _check(x, weight, tokens_per_expert)
     name = _choose(x, weight) if backend == "auto" else backend
     tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     if name == "loop":
-        counts = _read(rows_per_expert, x.shape[0])
+        counts = _read(tokens_per_expert, x.shape[0])
         return _Loop.apply(x, weight, counts) if tracked else _loop(x, weight, counts)
-    if rows_per_expert.is_cpu:
-        _read(rows_per_expert, x.shape[0])
+    if tokens_per_expert.is_cpu:
+        _read(tokens_per_expert, x.shape[0])
     if name == "grouped_mm":
         _check_grouped_mm(x, weight)
-        counts = rows_per_expert.to(x.device)
+        counts = tokens_per_expert.to(x.device)
         return _GroupedMM.apply(x, weight, counts) if tracked else _grouped_mm(x, weight, counts)
     if name == "reference":
-        return grouped_linear_reference(x, weight, rows_per_expert)
+        return grouped_linear_reference(x, weight, tokens_per_expert)
     raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
 
 
@@ -158,14 +158,14 @@ class _GroupedMM(torch.autograd.Function):
         return dx, dweight, None
 
 
-def _read(rows_per_expert: Tensor, R: int) -> list[int]:
-    counts = rows_per_expert.tolist()
+def _read(tokens_per_expert: Tensor, R: int) -> list[int]:
+    counts = tokens_per_expert.tolist()
     if sum(counts) > R or min(counts, default=0) < 0:
-        raise ValueError(f"rows_per_expert must be 0 or more each and at most R = {R} in all, got {counts}")
+        raise ValueError(f"tokens_per_expert must be 0 or more each and at most R = {R} in all, got {counts}")
     return counts
 
 
-def _check(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, tokens_per_expert: Tensor) -> None:
     if x.ndim != 2 or weight.ndim != 3 or x.shape[1] != weight.shape[2]:
         raise ValueError(
             f"x must be (R, K) and weight (E, N, K) with one K, got {tuple(x.shape)}, {tuple(weight.shape)}"
@@ -175,10 +175,13 @@ def _check(x: Tensor, weight: Tensor, rows_per_expert: Tensor) -> None:
             f"x and weight must share one floating type and device, got {x.dtype} on {x.device} and "
             f"{weight.dtype} on {weight.device}"
         )
-    if rows_per_expert.shape != weight.shape[:1] or rows_per_expert.dtype not in (torch.int32, torch.int64):
+    if tokens_per_expert.shape != weight.shape[:1] or tokens_per_expert.dtype not in (
+        torch.int32,
+        torch.int64,
+    ):
         raise ValueError(
-            f"rows_per_expert must be ({weight.shape[0]},) int32 or int64, one count for each expert, got "
-            f"{tuple(rows_per_expert.shape)} {rows_per_expert.dtype}"
+            f"tokens_per_expert must be ({weight.shape[0]},) int32 or int64, one count for each expert, got "
+            f"{tuple(tokens_per_expert.shape)} {tokens_per_expert.dtype}"
         )
 
 

@@ -48,8 +48,8 @@ def decode(
     log_decay: Tensor,
     *,
     state: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     counts: Tensor,
 ) -> Tensor:
     """One token for each sequence by replaying its open block; see `interface.lightning_decode`."""
@@ -58,20 +58,20 @@ def decode(
     if not held:
         return torch.empty_like(v)
     if BLOCK in held:
-        k_block, v_block = (_as_tile(x, counts, BLOCK, min(held), state.dtype) for x in (k_rows, v_rows))
+        k_block, v_block = (_as_tile(x, counts, BLOCK, min(held), state.dtype) for x in (k_cache, v_cache))
         gain, fade = _advance(k_block, v_block, log_decay, counts)
         full = counts == BLOCK
         state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
         counts.masked_fill_(full, 0)
     position = counts.clone()
     sequence = torch.arange(len(held), device=counts.device)
-    k_rows[sequence, position] = k[:, 0]
-    v_rows[sequence, position] = v[:, 0]
+    k_cache[sequence, position] = k[:, 0]
+    v_cache[sequence, position] = v[:, 0]
     counts += 1
     positions = [count % BLOCK for count in held]
     firsts = {p // ROWS * ROWS for p in positions}
     width, written = max(firsts) + ROWS, min(positions) + 1
-    k_block, v_block = (_as_tile(x, counts, width, written, state.dtype) for x in (k_rows, v_rows))
+    k_block, v_block = (_as_tile(x, counts, width, written, state.dtype) for x in (k_cache, v_cache))
     distance = position[:, None, None] - torch.arange(width, device=counts.device)  # (B, 1, width)
     # the other rows of q are zero, so one row's weights serve them all
     weight = _decay(log_decay, distance)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ..backends import Backend, choose, without_autocast
-from ..packing import BLOCK, check_cu_seqlens, readable
+from ..packing import BLOCK, can_check_values, check_cu_seqlens
 from .chunked import chunked
 from .chunked import decode as chunked_decode
 from .reference import recurrence
@@ -69,8 +69,8 @@ def lightning_decode(
     log_decay: Tensor,
     *,
     state: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     counts: Tensor,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -80,14 +80,14 @@ def lightning_decode(
     appended and computed with the forward's own tile. A block that is full when the call begins is folded
     into the state first, so the rows of the last call can still be taken back by lowering `counts`.
 
-    Writes into `state`, `k_rows`, `v_rows` and `counts`: the one operator that changes what it is given.
+    Writes into `state`, `k_cache`, `v_cache` and `counts`: the one operator that changes what it is given.
 
     Args:
         q, k: (B, 1, H, Dk), already activated.
         v: (B, 1, H, Dv).
         log_decay: (H,) float, at most 0.
         state: (B, H, Dk, Dv) float32, memory at the start of the open block.
-        k_rows, v_rows: (B, R, H, Dk) and (B, R, H, Dv), R >= 64, in the type of q;
+        k_cache, v_cache: (B, R, H, Dk) and (B, R, H, Dv), R >= 64, in the type of q;
             the first counts[b] are held.
         counts: (B,) int64, rows held by each sequence, 0 to 64.
         backend: "auto", "chunked" or "triton" ("reference" steps the recurrence over the rows).
@@ -101,7 +101,7 @@ def lightning_decode(
     if T != 1:
         raise ValueError(f"lightning_decode takes one position, got {T}; use lightning_attention for more")
     _check_state(state, (B, H, Dk, Dv), _work_type(q), q.device)
-    for name, rows, D in (("k_rows", k_rows, Dk), ("v_rows", v_rows, Dv)):
+    for name, rows, D in (("k_cache", k_cache, Dk), ("v_cache", v_cache, Dv)):
         if rows.ndim != 4 or rows.shape[0] != B or rows.shape[1] < BLOCK or rows.shape[2:] != (H, D):
             raise ValueError(
                 f"{name} must be ({B}, R, {H}, {D}) with R of at least {BLOCK}, got {tuple(rows.shape)}"
@@ -110,7 +110,7 @@ def lightning_decode(
             raise ValueError(f"{name} must have the type of q, {q.dtype}, got {rows.dtype}")
     if counts.shape != (B,) or counts.dtype != torch.int64:
         raise ValueError(f"counts must be ({B},) int64, got {tuple(counts.shape)} {counts.dtype}")
-    if readable(counts) and B and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
+    if can_check_values(counts) and B and not 0 <= int(counts.min()) <= int(counts.max()) <= BLOCK:
         raise ValueError(f"counts must lie in 0 to {BLOCK}, got {counts.tolist()}")
     step = {"reference": _decode_reference, "chunked": chunked_decode}
     chosen = choose(backend, q)
@@ -119,7 +119,7 @@ def lightning_decode(
 
         step["triton"] = decode_triton
     with without_autocast(q):
-        return step[chosen](q, k, v, log_decay, state=state, k_rows=k_rows, v_rows=v_rows, counts=counts)
+        return step[chosen](q, k, v, log_decay, state=state, k_cache=k_cache, v_cache=v_cache, counts=counts)
 
 
 def _decode_reference(
@@ -129,20 +129,20 @@ def _decode_reference(
     log_decay: Tensor,
     *,
     state: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     counts: Tensor,
 ) -> Tensor:
     outs = []
     for b, count in enumerate(counts.tolist()):
         one = slice(b, b + 1)
         if count == BLOCK:
-            k_block, v_block = k_rows[one, :BLOCK], v_rows[one, :BLOCK]
+            k_block, v_block = k_cache[one, :BLOCK], v_cache[one, :BLOCK]
             state[one] = recurrence(k_block, k_block, v_block, log_decay, state[one], None)[1]
             count = 0
-        k_rows[b, count], v_rows[b, count] = k[b, 0], v[b, 0]
+        k_cache[b, count], v_cache[b, count] = k[b, 0], v[b, 0]
         counts[b] = count + 1
-        k_open, v_open = k_rows[one, : count + 1], v_rows[one, : count + 1]
+        k_open, v_open = k_cache[one, : count + 1], v_cache[one, : count + 1]
         last = recurrence(k_open, k_open, v_open, log_decay, state[one], None)[1]
         outs.append((q[one, 0, :, None].to(last.dtype) @ last).squeeze(-2))
     return torch.stack(outs, dim=0).to(v.dtype) if outs else torch.zeros_like(v)
@@ -175,7 +175,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, cu_seqlens: Tenso
         )
     if log_decay.requires_grad:
         raise ValueError("log_decay is a constant of the layer and has no gradient; pass log_decay.detach()")
-    if readable(log_decay) and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
+    if can_check_values(log_decay) and not bool(((log_decay <= 0) & log_decay.isfinite()).all()):
         raise ValueError(f"log_decay must be finite and at most 0 (memory fades), got {log_decay.tolist()}")
     if cu_seqlens is None:
         return B

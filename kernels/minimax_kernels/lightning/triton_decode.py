@@ -16,7 +16,7 @@ from .triton_tile import fold_block, padded, read_block, tile_for
 
 
 @torch.library.custom_op(
-    "minimax_kernels::lightning_decode", mutates_args=("state", "k_rows", "v_rows", "counts")
+    "minimax_kernels::lightning_decode", mutates_args=("state", "k_cache", "v_cache", "counts")
 )
 def decode_triton(
     q: Tensor,
@@ -24,8 +24,8 @@ def decode_triton(
     v: Tensor,
     log_decay: Tensor,
     state: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     counts: Tensor,
 ) -> Tensor:
     """Shapes and rules as in `interface.lightning_decode`."""
@@ -39,8 +39,8 @@ def decode_triton(
     shared = dict(
         k_ptr=k,
         v_ptr=v,
-        k_rows_ptr=k_rows,
-        v_rows_ptr=v_rows,
+        k_cache_ptr=k_cache,
+        v_cache_ptr=v_cache,
         counts_ptr=counts,
         position_ptr=torch.empty_like(counts),
         H=H,
@@ -48,8 +48,8 @@ def decode_triton(
         Dv=Dv,
         k_strides=_without_time(k),
         v_strides=_without_time(v),
-        k_rows_strides=k_rows.stride(),
-        v_rows_strides=v_rows.stride(),
+        k_cache_strides=k_cache.stride(),
+        v_cache_strides=v_cache.stride(),
         counts_stride=counts.stride(0),
         BLOCK=BLOCK,
         BK=padded(Dk),
@@ -78,8 +78,8 @@ def _(
     v: Tensor,
     log_decay: Tensor,
     state: Tensor,
-    k_rows: Tensor,
-    v_rows: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
     counts: Tensor,
 ) -> Tensor:
     return v.new_empty(v.shape)
@@ -98,8 +98,8 @@ def replay_kernel(
     out_ptr,
     log_decay_ptr,
     state_ptr,
-    k_rows_ptr,
-    v_rows_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     counts_ptr,
     position_ptr,
     H,
@@ -108,8 +108,8 @@ def replay_kernel(
     q_strides,
     k_strides,
     v_strides,
-    k_rows_strides,
-    v_rows_strides,
+    k_cache_strides,
+    v_cache_strides,
     state_strides,
     counts_stride,
     BLOCK: tl.constexpr,
@@ -132,12 +132,16 @@ def replay_kernel(
     state_at = state_ptr + b * state_strides[0] + h * state_strides[1]
     state_at += d[:, None] * state_strides[2] + e[None, :] * state_strides[3]
     state = tl.load(state_at, mask=inside, other=0.0)
-    k_rows_at = k_rows_ptr + b * k_rows_strides[0] + h * k_rows_strides[2] + d[None, :] * k_rows_strides[3]
-    v_rows_at = v_rows_ptr + b * v_rows_strides[0] + h * v_rows_strides[2] + e[None, :] * v_rows_strides[3]
+    k_cache_at = (
+        k_cache_ptr + b * k_cache_strides[0] + h * k_cache_strides[2] + d[None, :] * k_cache_strides[3]
+    )
+    v_cache_at = (
+        v_cache_ptr + b * v_cache_strides[0] + h * v_cache_strides[2] + e[None, :] * v_cache_strides[3]
+    )
     for first in range(0, count - position, C):  # runs only when the block is full
         row = first + tl.arange(0, C)[:, None]
-        k = tl.load(k_rows_at + row * k_rows_strides[1], mask=d[None, :] < Dk, other=0.0)
-        v = tl.load(v_rows_at + row * v_rows_strides[1], mask=e[None, :] < Dv, other=0.0)
+        k = tl.load(k_cache_at + row * k_cache_strides[1], mask=d[None, :] < Dk, other=0.0)
+        v = tl.load(v_cache_at + row * v_cache_strides[1], mask=e[None, :] < Dv, other=0.0)
         state = fold_block(k, v, state, C, rate, False)
     if count == BLOCK:
         tl.store(state_at, state, mask=inside)
@@ -147,8 +151,12 @@ def replay_kernel(
     v_new = tl.load(v_ptr + b * v_strides[0] + h * v_strides[1] + e * v_strides[2], mask=e < Dv, other=0.0)
     for first in range(0, position + 1, C):
         row = first + tl.arange(0, C)[:, None]
-        k = tl.load(k_rows_at + row * k_rows_strides[1], mask=(row < position) & (d[None, :] < Dk), other=0.0)
-        v = tl.load(v_rows_at + row * v_rows_strides[1], mask=(row < position) & (e[None, :] < Dv), other=0.0)
+        k = tl.load(
+            k_cache_at + row * k_cache_strides[1], mask=(row < position) & (d[None, :] < Dk), other=0.0
+        )
+        v = tl.load(
+            v_cache_at + row * v_cache_strides[1], mask=(row < position) & (e[None, :] < Dv), other=0.0
+        )
         new = row == position
         q = tl.where(new, q_new[None, :], tl.zeros_like(k))
         k = tl.where(new, k_new[None, :], k)
@@ -166,8 +174,8 @@ def replay_kernel(
 def append_kernel(
     k_ptr,
     v_ptr,
-    k_rows_ptr,
-    v_rows_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
     counts_ptr,
     position_ptr,
     H,
@@ -175,8 +183,8 @@ def append_kernel(
     Dv,
     k_strides,
     v_strides,
-    k_rows_strides,
-    v_rows_strides,
+    k_cache_strides,
+    v_cache_strides,
     counts_stride,
     BLOCK: tl.constexpr,
     BK: tl.constexpr,
@@ -190,9 +198,9 @@ def append_kernel(
     e = tl.arange(0, BV)
     k = tl.load(k_ptr + b * k_strides[0] + h * k_strides[1] + d * k_strides[2], mask=d < Dk)
     v = tl.load(v_ptr + b * v_strides[0] + h * v_strides[1] + e * v_strides[2], mask=e < Dv)
-    k_row = k_rows_ptr + b * k_rows_strides[0] + position * k_rows_strides[1] + h * k_rows_strides[2]
-    v_row = v_rows_ptr + b * v_rows_strides[0] + position * v_rows_strides[1] + h * v_rows_strides[2]
-    tl.store(k_row + d * k_rows_strides[3], k, mask=d < Dk)
-    tl.store(v_row + e * v_rows_strides[3], v, mask=e < Dv)
+    k_row = k_cache_ptr + b * k_cache_strides[0] + position * k_cache_strides[1] + h * k_cache_strides[2]
+    v_row = v_cache_ptr + b * v_cache_strides[0] + position * v_cache_strides[1] + h * v_cache_strides[2]
+    tl.store(k_row + d * k_cache_strides[3], k, mask=d < Dk)
+    tl.store(v_row + e * v_cache_strides[3], v, mask=e < Dv)
     if h == 0:
         tl.store(counts_ptr + b * counts_stride, position + 1)

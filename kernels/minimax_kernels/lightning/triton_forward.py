@@ -58,7 +58,7 @@ def sweep(
 
     `state` holds a matrix (Dk, Dv) for every piece and head, (Dv, Dk) if `transposed`.
     """
-    q, k, v = (None if x is None else mappable(x) for x in (q, k, v))
+    q, k, v = (None if x is None else tma_compatible(x) for x in (q, k, v))
     B, T, H, Dk = k.shape
     Dv = v.shape[3]
     tile = tile or tile_for(k.dtype, Dk, Dv)
@@ -89,7 +89,7 @@ def clear_tail(out: Tensor, bounds: Tensor) -> None:
     launch(clear_tail_kernel, (triton.cdiv(T, 64),), arguments)
 
 
-def mappable(x: Tensor) -> Tensor:
+def tma_compatible(x: Tensor) -> Tensor:
     """x itself where a tensor descriptor can address it, else a copy: 16-byte rows, adjacent columns."""
     aligned = all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:3])
     if x.stride(3) == 1 and aligned and x.stride(1) >= x.shape[3] and x.data_ptr() % 16 == 0:

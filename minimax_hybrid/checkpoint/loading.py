@@ -24,7 +24,8 @@ from transformers import PreTrainedConfig
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from .checkpoint import (
+from ..config import MiniMaxM1Config
+from .headers import (
     INDEX,
     SINGLE,
     Tensor,
@@ -35,7 +36,6 @@ from .checkpoint import (
     stacked_place,
     with_variant,
 )
-from .config import MiniMaxM1Config
 
 _TYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _HEAD = "lm_head."

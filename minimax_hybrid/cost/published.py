@@ -13,8 +13,8 @@ T (T + 1) / 2 pairs.
 
 from dataclasses import dataclass
 
-from .config import MiniMaxM1Config
-from .cost import flops, layer_parameters
+from ..config import MiniMaxM1Config
+from .counts import flops, layer_parameters
 
 
 @dataclass(frozen=True)

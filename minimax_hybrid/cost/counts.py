@@ -20,7 +20,7 @@ import torch
 
 from minimax_kernels import BLOCK
 
-from .config import LIGHTNING, SOFTMAX, MiniMaxM1Config
+from ..config import LIGHTNING, SOFTMAX, MiniMaxM1Config
 
 Mode = Literal["prefill", "decode", "training"]
 

@@ -16,8 +16,8 @@ import torch
 
 from minimax_kernels import BLOCK
 
-from .config import MiniMaxM1Config
-from .cost import cache_bytes, flops, itemsize, parameters
+from ..config import MiniMaxM1Config
+from .counts import cache_bytes, flops, itemsize, parameters
 
 
 @dataclass(frozen=True)

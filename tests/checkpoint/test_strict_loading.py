@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from minimax_hybrid import MiniMaxM1ForCausalLM, MiniMaxM1Model
-from minimax_hybrid.checkpoint import INDEX, SINGLE, read_headers
+from minimax_hybrid.checkpoint.headers import INDEX, SINGLE, read_headers
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.10.w1.weight"
 NORM = "model.layers.2.input_layernorm.weight"

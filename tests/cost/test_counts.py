@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minimax_hybrid.config import MiniMaxM1Config
-from minimax_hybrid.cost import (
+from minimax_hybrid.cost.counts import (
     break_even,
     cache_bytes,
     flops,
@@ -18,8 +18,8 @@ from minimax_hybrid.cost import (
     softmax_twin,
     weight_bytes,
 )
+from minimax_hybrid.cost.roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
-from minimax_hybrid.roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 REFERENCE = json.loads((GOLDENS / "flops_reference.json").read_text())
@@ -253,7 +253,7 @@ def test_cache_bytes_are_those_of_a_real_cache(twin):
     for layer in held.layers:
         if hasattr(layer, "state"):
             found["state"] += layer.state.nbytes
-            found["open_block"] += layer.k_rows.nbytes + layer.v_rows.nbytes
+            found["open_block"] += layer.k_cache.nbytes + layer.v_cache.nbytes
         else:
             found["keys_values"] += layer.keys.nbytes + layer.values.nbytes
     assert found == dataclasses.asdict(counted)

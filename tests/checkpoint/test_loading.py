@@ -19,9 +19,9 @@ from minimax_hybrid import (
     MiniMaxM1Model,
     MiniMaxText01ForCausalLM,
 )
-from minimax_hybrid.checkpoint import SINGLE
+from minimax_hybrid.checkpoint.headers import SINGLE
+from minimax_hybrid.checkpoint.loading import model_on_meta, published_shapes
 from minimax_hybrid.config import to_transformers
-from minimax_hybrid.loading import model_on_meta, published_shapes
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 NORM = "model.layers.2.input_layernorm.weight"

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from .checkpoint import LAYOUTS, read_headers
-from .config import LIGHTNING, MiniMaxM1Config
-from .cost import cache_bytes, inference_bytes, parameters
-from .cost_report import byte_text, table
+from ..config import LIGHTNING, MiniMaxM1Config
+from ..cost.counts import cache_bytes, inference_bytes, parameters
+from ..cost.plotting import tokens
+from ..cost.report import byte_text, table
+from ..model import MiniMaxM1ForCausalLM
+from .headers import LAYOUTS, read_headers
 from .loading import compare, main_dtype, model_on_meta
-from .model import MiniMaxM1ForCausalLM
-from .plotting import tokens
 
 LENGTHS = (4 * 1024, 128 * 1024, 1024 * 1024)
 

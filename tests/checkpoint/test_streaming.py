@@ -6,7 +6,7 @@ import torch
 import toy
 from safetensors.torch import load_file
 
-from minimax_hybrid.rl.serving import published_weights
+from minimax_hybrid.checkpoint.streaming import published_weights
 
 LIGHTNING = ("qkv_proj", "output_gate", "norm", "out_proj")
 SOFTMAX = ("q_proj", "k_proj", "v_proj", "o_proj")

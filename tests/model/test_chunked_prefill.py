@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minimax_hybrid.chunked_prefill import NAME, prefill
 from minimax_hybrid.config import MiniMaxM1Config
-from minimax_hybrid.long_prefill import NAME, prefill
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 

@@ -8,7 +8,7 @@ router's balance loss with the model's own coefficient unless told not to, and i
 import math
 from typing import Any
 
-from .objective import Objective
+from ..objective import Objective
 
 
 def grpo_settings(objective: Objective) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.workers.config import ActorConfig
 
-from .objective import Objective, policy_loss
+from ..objective import Objective, policy_loss
 
 # verl's name for each of our two means, and the count over the whole batch that verl hands over for it.
 MEANS = {0.0: ("token-mean", "batch_num_tokens"), 1.0: ("seq-mean-token-mean", "global_batch_size")}

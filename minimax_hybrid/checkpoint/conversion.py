@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .checkpoint import (
+from ..config import MiniMaxM1Config, to_transformers
+from ..model import MiniMaxM1ForCausalLM, MiniMaxM1Model
+from .headers import (
     INDEX,
     ITEM_BYTES,
     LAYOUTS,
@@ -29,9 +31,7 @@ from .checkpoint import (
     published_name,
     read_headers,
 )
-from .config import MiniMaxM1Config, to_transformers
 from .loading import compare, main_dtype, model_on_meta
-from .model import MiniMaxM1ForCausalLM, MiniMaxM1Model
 
 _CLASSES = {"minimax_m1": "MiniMaxM1", "minimax_text_01": "MiniMaxText01", "minimax": "MiniMax"}
 _SHARD_BYTES = 5_000_000_000

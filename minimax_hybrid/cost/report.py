@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from .config import MiniMaxM1Config
-from .cost import break_even, cache_bytes, flops, inference_bytes, parameters, softmax_twin, weight_bytes
-from .figure1 import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
+from ..config import MiniMaxM1Config
+from .counts import break_even, cache_bytes, flops, inference_bytes, parameters, softmax_twin, weight_bytes
 from .plotting import COLORS, picture, token_axis, tokens
+from .published import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
 from .roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 
 Against = Literal["softmax", "r1", "qwen3"]

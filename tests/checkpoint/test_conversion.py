@@ -13,8 +13,8 @@ from torch import nn
 from transformers import MiniMaxForCausalLM
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, MiniMaxM1Model
-from minimax_hybrid.checkpoint import INDEX, SINGLE, read_headers
-from minimax_hybrid.conversion import convert
+from minimax_hybrid.checkpoint.conversion import convert
+from minimax_hybrid.checkpoint.headers import INDEX, SINGLE, read_headers
 
 # where transformers' own class computes what ours does
 SAME_MODEL = dict(rotary_dim=16, attn_type_list=[1, 0, 1])

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: headers, strict loading, conversion, inspection, streaming to engines."""
