@@ -1,38 +1,13 @@
-"""Small checkpoints on disk for tests of loading and conversion."""
+"""Tensors of checkpoints on disk, for tests of loading and conversion."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.checkpoint.headers import INDEX, SINGLE
-
-
-def small_config(**changes: Any) -> MiniMaxM1Config:
-    """Three layers and twelve experts, so that expert 10 would come before expert 2 if names were sorted."""
-    sizes = dict(
-        num_hidden_layers=3,
-        attn_type_list=[0, 1, 0],
-        num_local_experts=12,
-        hidden_size=32,
-        head_dim=16,
-        rotary_dim=8,
-        vocab_size=61,
-        intermediate_size=16,
-    )
-    return MiniMaxM1Config.tiny(**(sizes | changes))
-
-
-def small_model(*, cls: type = MiniMaxM1ForCausalLM, seed: int = 0, **changes: Any) -> nn.Module:
-    torch.manual_seed(seed)
-    model = cls(small_config(**changes))
-    for parameter in model.parameters():  # norms too, so that a mistake shows
-        nn.init.normal_(parameter, std=0.1)
-    return model.eval()
 
 
 def weights_in(folder: Path) -> dict[str, Tensor]:

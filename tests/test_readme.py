@@ -6,7 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tiny_checkpoint import tiny_checkpoint
+from tiny import checkpoint
 
 from minimax_hybrid import cli
 
@@ -39,7 +39,7 @@ def test_every_command_is_understood(command):
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.split()[1] in RUN_HERE])
 def test_commands_that_need_no_hours_run(command, tmp_path, capsys):
     """DIR is a checkpoint and NEW a folder to be made."""
-    places = {"DIR": tiny_checkpoint(tmp_path / "checkpoint"), "NEW": tmp_path / "new"}
+    places = {"DIR": checkpoint(tmp_path / "checkpoint"), "NEW": tmp_path / "new"}
     arguments = [str(places.get(word, word)) for word in shlex.split(command)[1:]]
     if "--chat" in arguments:
         arguments[arguments.index("--chat") + 1] = "hi"  # the random checkpoint knows no capitals

@@ -3,14 +3,14 @@
 from pathlib import Path
 
 import pytest
-from checkpoints import small_model
+from tiny import many_experts
 
 from minimax_hybrid import MiniMaxM1ForCausalLM
 
 
 @pytest.fixture(scope="session")
 def small() -> MiniMaxM1ForCausalLM:
-    return small_model()
+    return many_experts()
 
 
 @pytest.fixture(scope="session")

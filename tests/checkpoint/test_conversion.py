@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import assert_same_weights, save, small_model, weights_in
+from checkpoints import assert_same_weights, save, weights_in
+from tiny import many_experts
 from torch import nn
 from transformers import MiniMaxForCausalLM
 
@@ -35,7 +36,7 @@ def quietly(source: Path, target: Path, **options: Any) -> list[str]:
 @pytest.mark.parametrize("release", ["minimax_m1", "minimax_text_01"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_there_and_back_again_keeps_every_bit(tmp_path: Path, release: str, dtype: torch.dtype) -> None:
-    model = small_model().to(dtype)
+    model = many_experts().to(dtype)
     model.model.layers[0].block_sparse_moe.gate.float()  # as in the release
     model.save_pretrained(tmp_path / "a", max_shard_size="30KB")
     quietly(tmp_path / "a", tmp_path / "release", layout=release)
@@ -69,7 +70,7 @@ def test_shards_keep_to_their_size_and_agree_with_their_index(good: Path, tmp_pa
 
 
 def test_transformers_own_class_computes_the_same_from_the_result(tmp_path: Path) -> None:
-    ours = small_model(**SAME_MODEL)
+    ours = many_experts(**SAME_MODEL)
     ours.save_pretrained(tmp_path / "a")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -83,7 +84,7 @@ def test_transformers_own_class_computes_the_same_from_the_result(tmp_path: Path
 
 
 def test_a_folder_saved_by_transformers_own_class_becomes_a_release(tmp_path: Path) -> None:
-    ours = small_model(**SAME_MODEL)
+    ours = many_experts(**SAME_MODEL)
     ours.save_pretrained(tmp_path / "a")
     convert(tmp_path / "a", tmp_path / "b", layout="minimax")
     MiniMaxForCausalLM.from_pretrained(tmp_path / "b").save_pretrained(tmp_path / "c")
@@ -105,7 +106,7 @@ def test_a_folder_saved_by_transformers_own_class_becomes_a_release(tmp_path: Pa
 def test_where_transformers_computes_another_model_it_is_said(
     tmp_path: Path, changes: dict[str, Any], words: str
 ) -> None:
-    model = small_model(**(SAME_MODEL | changes))
+    model = many_experts(**(SAME_MODEL | changes))
     model.save_pretrained(tmp_path / "a")
     with pytest.warns(UserWarning, match=words):
         notes = convert(tmp_path / "a", tmp_path / "b", layout="minimax")
@@ -129,7 +130,7 @@ def test_other_files_come_along_and_other_weights_and_code_do_not(good: Path, tm
 
 
 def test_a_tied_head_stays_out_and_the_stack_alone_converts(small: nn.Module, tmp_path: Path) -> None:
-    tied = small_model(tie_word_embeddings=True)
+    tied = many_experts(tie_word_embeddings=True)
     tied.save_pretrained(tmp_path / "a")
     quietly(tmp_path / "a", tmp_path / "b", layout="minimax")
     assert "lm_head.weight" not in weights_in(tmp_path / "b")

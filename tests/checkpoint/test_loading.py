@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import assert_same_weights, save, small_config, small_model, weights_in
+from checkpoints import assert_same_weights, save, weights_in
 from safetensors.torch import load_file
+from tiny import many_experts, many_experts_config
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
 
@@ -143,7 +144,7 @@ class TestSavingAndLoading:
         if not Path("/proc/self/status").exists():
             pytest.skip("memory is read from /proc, which this system has not")
         torch.manual_seed(0)
-        config = small_config(hidden_size=512, intermediate_size=1024, num_local_experts=16)
+        config = many_experts_config(hidden_size=512, intermediate_size=1024, num_local_experts=16)
         model_on_cpu = MiniMaxM1ForCausalLM(config)
         model_on_cpu.save_pretrained(tmp_path, max_shard_size="50MB")
         del model_on_cpu
@@ -254,7 +255,7 @@ class TestOtherShapesOfCheckpoint:
 
     @pytest.mark.parametrize("stored", [("embed",), ("head",), ("embed", "head")], ids=str)
     def test_a_tied_head_may_be_in_the_file_or_not(self, tmp_path: Path, stored: tuple[str, ...]) -> None:
-        tied = small_model(tie_word_embeddings=True)
+        tied = many_experts(tie_word_embeddings=True)
         tied.save_pretrained(tmp_path)
         tensors = weights_in(tmp_path)
         assert "lm_head.weight" not in tensors
@@ -266,7 +267,7 @@ class TestOtherShapesOfCheckpoint:
         assert found.lm_head.weight is found.model.embed_tokens.weight
 
     def test_an_untied_head_must_be_in_the_file(self, tmp_path: Path) -> None:
-        small_model(tie_word_embeddings=True).save_pretrained(tmp_path)
+        many_experts(tie_word_embeddings=True).save_pretrained(tmp_path)
         with pytest.raises(ValueError, match=r"missing: lm_head\.weight"):
             MiniMaxM1ForCausalLM.from_pretrained(tmp_path, tie_word_embeddings=False)
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-import toy
 from safetensors.torch import load_file
+from tiny import letters
 
 from minimax_hybrid.checkpoint.streaming import published_weights
 
@@ -29,7 +29,7 @@ def release_names(kinds: list[int], experts: int) -> set[str]:
 
 
 def test_streamed_and_saved_weights_have_every_published_name_and_one_value(tmp_path: Path) -> None:
-    model = toy.model(layers=3)
+    model = letters(layers=3)
     streamed = dict(published_weights(model))
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
@@ -39,5 +39,5 @@ def test_streamed_and_saved_weights_have_every_published_name_and_one_value(tmp_
 
 
 def test_a_bfloat16_copy_keeps_its_routers_in_float32() -> None:
-    for name, value in published_weights(toy.model(), dtype=torch.bfloat16):
+    for name, value in published_weights(letters(), dtype=torch.bfloat16):
         assert value.dtype == (torch.float32 if name.endswith("moe.gate.weight") else torch.bfloat16), name

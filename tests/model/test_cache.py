@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import (
+from tiny import (
     KINDS,
     LIGHTNING,
     assert_close,

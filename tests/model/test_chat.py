@@ -5,7 +5,7 @@ import copy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_checkpoint import STRING_TEMPLATE, character_tokenizer
+from tiny import STRING_TEMPLATE, character_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from minimax_hybrid.chat import chat_text, chat_tokens

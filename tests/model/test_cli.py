@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_checkpoint import tiny_checkpoint
+from tiny import checkpoint
 from transformers.utils import logging
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, cli
@@ -35,13 +35,13 @@ def transformers_speaks_as_before():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    return tiny_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    return checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 @pytest.fixture(scope="module")
 def endless(tmp_path_factory):
     """A model whose texts never end."""
-    return tiny_checkpoint(tmp_path_factory.mktemp("endless"), ends=False)
+    return checkpoint(tmp_path_factory.mktemp("endless"), ends=False)
 
 
 @pytest.fixture

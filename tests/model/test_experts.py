@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import assert_close, config, left_padded, model, prefilled, tokens
+from tiny import assert_close, config, left_padded, model, prefilled, tokens
 from torch import Tensor, nn
 
 from minimax_hybrid.experts import (

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from tiny_models import V, difference, left_padded, model, tokens
+from tiny import V, difference, left_padded, model, tokens
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.streamers import BaseStreamer

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_models import V, assert_close, left_padded, model, tokens
+from tiny import V, assert_close, left_padded, model, tokens
 from torch import Tensor
 
 from minimax_hybrid.lm_head import LMHead, head_log_probs

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from tiny_models import KINDS, V, assert_close, difference, model, tokens
+from tiny import KINDS, V, assert_close, difference, model, tokens
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
@@ -308,8 +308,6 @@ def test_decode_and_forward_differ_only_by_the_rounding_of_one_row_products(dtyp
     """A row computed alone has the forward's bits in the operator and in every norm. Matrix products, in
     layers, experts and head, may order their sums differently for one row: rounding, and nothing else."""
     found = agreement.differing_bits(agreement.random_model(64, layers=4).to(dtype), tokens(1, 130))
-    for stage, (share, size) in found.items():
-        print(f"{stage}: {share:.1%} of the elements differ, by {size:.1e} of the largest")
     for stage in (agreement.OPERATOR, "norms"):
         assert found.pop(stage) == (0, 0), stage
     assert set(found) == {agreement.PRODUCTS, agreement.SOFTMAX, "experts"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_models import LIGHTNING, V, assert_close, left_padded, model, prefilled, tokens
+from tiny import LIGHTNING, V, assert_close, left_padded, model, prefilled, tokens
 from torch import Tensor
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import toy
+from tiny import LETTERS, letters, letters_tokenizer
 
 from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.non_finite import NonFiniteError
@@ -23,7 +24,7 @@ from minimax_hybrid.rl.trainer import Task, Trainer, find_task, train_from_file
 
 
 def trainer(folder: Path, task: Task = toy.say_a, **changes: object) -> Trainer:
-    return Trainer(toy.model(), toy.tokenizer(), task, toy.settings(folder, **changes))
+    return Trainer(letters(), letters_tokenizer(), task, toy.settings(folder, **changes))
 
 
 def log(folder: Path, kind: str | None = None) -> list[dict]:
@@ -161,8 +162,8 @@ def test_a_checkpoint_is_a_model_that_loads_by_itself(tmp_path: Path) -> None:
 
 
 def test_a_gradient_that_is_not_finite_stops_the_run_and_is_explained(tmp_path: Path) -> None:
-    run = Trainer(toy.model(layers=8), toy.tokenizer(), toy.say_a, toy.settings(tmp_path, batches=3))
-    zero = toy.VOCABULARY.index("c")
+    run = Trainer(letters(layers=8), letters_tokenizer(), toy.say_a, toy.settings(tmp_path, batches=3))
+    zero = LETTERS.index("c")
     original = run.one_step
     before = {}
 
@@ -351,7 +352,7 @@ def test_every_update_is_made_where_responses_do_not_divide_evenly(tmp_path: Pat
 
 def test_the_policy_in_half_precision_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="train in float32.*bfloat16"):
-        Trainer(toy.model().bfloat16(), toy.tokenizer(), toy.say_a, toy.settings(tmp_path))
+        Trainer(letters().bfloat16(), letters_tokenizer(), toy.say_a, toy.settings(tmp_path))
 
 
 def test_tasks_are_found_by_name() -> None:
@@ -362,8 +363,8 @@ def test_tasks_are_found_by_name() -> None:
 
 
 def test_a_settings_file_is_a_run(tmp_path: Path) -> None:
-    toy.model().save_pretrained(tmp_path / "model")
-    toy.tokenizer().save_pretrained(tmp_path / "model")
+    letters().save_pretrained(tmp_path / "model")
+    letters_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "run.toml").write_text(
         f"""
         model = "{tmp_path / "model"}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import toy
+from tiny import letters, letters_tokenizer
 
 from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO, REINFORCE, Objective, policy_loss
 
@@ -46,11 +46,11 @@ def trainer(
         seed=0,
     )
     return GRPOTrainer(
-        model=model or toy.model(),
+        model=model or letters(),
         reward_funcs=says_a,
         args=GRPOConfig(**{**options, **grpo_settings(objective), **changes}),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS * 4}),
-        processing_class=toy.tokenizer(),
+        processing_class=letters_tokenizer(),
         peft_config=peft,
     )
 
@@ -123,7 +123,7 @@ def test_left_padded_prompts_score_as_when_alone(tmp_path: Path) -> None:
 
 
 def test_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
-    model = toy.model()
+    model = letters()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     targets = ["qkv_proj", "out_proj", "q_proj", "v_proj", "o_proj"]
     run = trainer(
@@ -147,7 +147,7 @@ def test_lora_trains_its_adapters_alone(tmp_path: Path) -> None:
 
 
 def test_a_bfloat16_model_with_a_float32_head_trains(tmp_path: Path) -> None:
-    model = toy.model().to(torch.bfloat16)
+    model = letters().to(torch.bfloat16)
     run = trainer(tmp_path, CISPO(ratio_max=5.0), model=model, cast_lm_head_to_fp32=True)
     run.train()
     assert run.model.lm_head.weight.dtype == torch.float32
@@ -158,10 +158,10 @@ def test_a_bfloat16_model_with_a_float32_head_trains(tmp_path: Path) -> None:
 def test_without_our_settings_trl_would_clip_at_a_fifth_and_add_the_balance_loss(tmp_path: Path) -> None:
     options = GRPOConfig(output_dir=str(tmp_path), loss_type="cispo", report_to=[], use_cpu=True, bf16=False)
     run = GRPOTrainer(
-        model=toy.model(),
+        model=letters(),
         reward_funcs=says_a,
         args=options,
-        processing_class=toy.tokenizer(),
+        processing_class=letters_tokenizer(),
         train_dataset=Dataset.from_dict({"prompt": PROMPTS}),
     )
     assert run.epsilon_high == 0.2

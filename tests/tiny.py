@@ -1,10 +1,17 @@
-"""Small random models whose logits react to every token, and what the tests of the model compare."""
+"""Small random models for all tests, their tokenizers, and what the tests of the model compare.
+
+`config` and `model` are the usual ones; `many_experts`, `checkpoint` and `letters` differ from them in what
+their tests need: names that sort wrongly, texts, and a task that training solves within seconds.
+"""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from minimax_hybrid import HybridCache, MiniMaxM1Config, MiniMaxM1ForCausalLM
 
@@ -23,6 +30,18 @@ SIZES = dict(
     rotary_dim=8,
     initializer_range=0.15,
 )
+# Twelve experts, so that expert 10 would come before expert 2 if names were sorted.
+MANY_EXPERTS = dict(
+    num_hidden_layers=3, attn_type_list=[0, 1, 0], num_local_experts=12, hidden_size=32, intermediate_size=16,
+    head_dim=16, rotary_dim=8, vocab_size=61,
+)  # fmt: skip
+CHARACTERS = "0123456789+=abcdefghijklmnopqrstuvwxyz .:\n"
+STRING_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
+)
+TEXTS = dict(hidden_size=32, num_hidden_layers=2, attn_type_list=[0, 1])
+LETTERS = ["<pad>", "<end>", "a", "b", "c", "d", "e", "f"]
 TOLERANCE = 1e-5  # of values of about 1, in float32
 
 
@@ -34,6 +53,62 @@ def model(*, seed: int = 0, **changes: object) -> MiniMaxM1ForCausalLM:
     """In evaluation mode; the same seed and changes give the same bits."""
     torch.manual_seed(seed)
     return MiniMaxM1ForCausalLM(config(**changes)).eval()
+
+
+def many_experts_config(**changes: object) -> MiniMaxM1Config:
+    return MiniMaxM1Config.tiny(**{**MANY_EXPERTS, **changes})
+
+
+def many_experts(
+    *, cls: type[nn.Module] = MiniMaxM1ForCausalLM, seed: int = 0, **changes: object
+) -> nn.Module:
+    """Every parameter is random, norms too, so that a mistake shows."""
+    torch.manual_seed(seed)
+    net = cls(many_experts_config(**changes))
+    for parameter in net.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return net.eval()
+
+
+def character_tokenizer(*, ends: bool = True) -> PreTrainedTokenizerFast:
+    """One token for each character and, if texts are to end, one for that; other characters have none."""
+    vocabulary = {c: i for i, c in enumerate(CHARACTERS)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    if ends:
+        tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **({"eos_token": "<end>"} if ends else {}))
+    fast.chat_template = STRING_TEMPLATE
+    return fast
+
+
+def checkpoint(folder: Path, *, seed: int = 0, ends: bool = True, **changes: object) -> Path:
+    """A random two-layer model and its tokenizer in `folder`."""
+    tokenizer = character_tokenizer(ends=ends)
+    words = dict(vocab_size=len(tokenizer), initializer_range=0.15, eos_token_id=tokenizer.eos_token_id)
+    torch.manual_seed(seed)
+    net = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(**{**TEXTS, **words, **changes}))
+    net.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def letters_tokenizer() -> PreTrainedTokenizerFast:
+    word_level = models.WordLevel({token: i for i, token in enumerate(LETTERS)}, unk_token="f")
+    raw = Tokenizer(word_level)
+    raw.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", eos_token="<end>")
+
+
+def letters(layers: int = 2, seed: int = 0) -> MiniMaxM1ForCausalLM:
+    """Its last layer is softmax attention, the others lightning; in training mode."""
+    sizes = dict(
+        num_hidden_layers=layers, attn_type_list=[0] * (layers - 1) + [1], num_attention_heads=2,
+        num_key_value_heads=1, hidden_size=32, head_dim=16, rotary_dim=8, vocab_size=len(LETTERS),
+        pad_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(seed)
+    return MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(**sizes))
 
 
 def tokens(B: int, T: int, *, seed: int = 0, low: int = 1) -> Tensor:
