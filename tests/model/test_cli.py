@@ -389,6 +389,7 @@ def command(*arguments: object) -> list[str]:
     return [sys.executable, "-m", "minimax_hybrid", *map(str, arguments)]
 
 
+@pytest.mark.slow
 def test_bench_hands_its_arguments_to_the_benchmarks():
     done, alone = (
         subprocess.run(command("bench", *arguments), capture_output=True, text=True)

@@ -109,6 +109,7 @@ def test_no_embedding_is_near_zero(model):
     assert _norms(model).min() > 0.05 * _norms(model).median()
 
 
+@pytest.mark.slow
 def test_the_script_lowers_the_loss_and_its_result_loads(tmp_path):
     command = [sys.executable, SCRIPTS / "train_demo.py", "--quick", "--out", tmp_path]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
