@@ -75,8 +75,12 @@ def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module_name(path).split(".")[: None if path.stem == "__init__" else -1]
     later = {
-        id(node) for block in ast.walk(tree) if isinstance(block, ast.FunctionDef) for node in ast.walk(block)
-    }
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.FunctionDef)
+        or isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in ast.walk(block)
+    }  # fmt: skip
     for node in ast.walk(tree):
         if at_import and id(node) in later:
             continue
