@@ -1,8 +1,10 @@
-"""Reinforcement learning: the objective, advantages and tasks here; `rollout`, `trainer` and the plugs by
-module."""
+"""Reinforcement learning: the objective and advantages, which need torch only.
 
-from .advantages import clip_rewards, group_advantages, informative, length_bias, overlong_penalty
-from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective, policy_loss
+`rollout`, `trainer`, the tasks and the plugins are imported from their own modules.
+"""
+
+from .advantages import clip_rewards, group_advantages, has_reward_spread, length_bias, overlong_penalty
+from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective, policy_loss, policy_metrics
 
 __all__ = [
     "CISPO",
@@ -12,8 +14,9 @@ __all__ = [
     "Objective",
     "clip_rewards",
     "group_advantages",
-    "informative",
+    "has_reward_spread",
     "length_bias",
     "overlong_penalty",
     "policy_loss",
+    "policy_metrics",
 ]

@@ -8,8 +8,7 @@ A group is the G responses to one prompt. Imports torch only.
 import torch
 from torch import Tensor
 
-# Rewards of a group that differ by less than this, relative to the largest of them, are equal but for
-# rounding.
+# Rewards of a group that differ by less than this, relative to the largest, are equal up to rounding.
 SPREAD_MIN = 1e-6
 
 
@@ -18,9 +17,8 @@ def group_advantages(
 ) -> Tensor:
     """How much better than its group each response did, in deviations of that group.
 
-    The report gives neither the kind of deviation nor what is added to it: the sample deviation (G - 1) and
-        1e-4
-    are TRL's. Groups without spread, groups of one among them, give exactly 0.
+    The report gives neither the kind of deviation nor what is added to it. The sample deviation (G - 1) and
+    1e-4 are TRL's. Groups without spread, groups of one among them, give exactly 0.
 
     Args:
         rewards: (B,) any real type; a non-finite one is refused.
@@ -40,9 +38,8 @@ def group_advantages(
     return scaled.to(torch.promote_types(rewards.dtype, torch.float32))
 
 
-def informative(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) bool: rows whose group has spread. DAPO's dynamic sampling trains on these alone and draws the
-    rest anew."""
+def has_reward_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) bool: responses whose group has spread. DAPO's dynamic sampling trains on these alone."""
     index, groups, values = _grouped(rewards, group_ids)
     return _spread(values, index, groups)[index]
 
@@ -59,7 +56,7 @@ def overlong_penalty(lengths: Tensor, *, length_max: int, ramp: int) -> Tensor:
 
 
 def clip_rewards(rewards: Tensor, *, low: float, high: float) -> Tensor:
-    """Rewards held within [low, high]: one outlier of a reward model must not set the scale of its group."""
+    """Rewards clipped to [low, high]: one outlier of a reward model must not set the scale of its group."""
     if not low < high:
         raise ValueError(f"clip_rewards needs low < high, got {low} and {high}")
     _check_finite(rewards)
@@ -109,7 +106,7 @@ def _check_finite(rewards: Tensor) -> None:
     if bad:
         shown = ", ".join(map(str, bad[:20])) + (", ..." if len(bad) > 20 else "")
         raise ValueError(
-            f"rewards of rows {shown} are not finite ({rewards[bad[0]].item()} in row {bad[0]}); "
+            f"rewards of responses {shown} are not finite (the first is {rewards[bad[0]].item()}); "
             "mask those responses or give them a reward"
         )
 

@@ -1,5 +1,4 @@
-"""The policy objective of the MiniMax-M1 report (equations 4 to 7): CISPO, and its relatives as settings of
-one formula.
+"""The policy objective of the MiniMax-M1 report (equations 4 to 7): CISPO and its relatives in one formula.
 
     J = sum over responses i and tokens t of  c[i] * w(r[i,t]) * M(r[i,t], A[i,t]) * A[i,t] * log pi[i,t]
 
@@ -12,6 +11,7 @@ Imports torch only, so that it can be lifted into any trainer.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,8 +66,7 @@ def CISPO(*, ratio_max: float, ratio_min: float = 0.0, sample_share: float = 0.0
 
 
 def DAPO(*, trust_min: float = 0.8, trust_max: float = 1.28, sample_share: float = 0.0) -> Objective:
-    """PPO's trust region with the higher upper bound of Yu et al. 2025 (eps 0.2 and 0.28), mean over
-    tokens."""
+    """PPO's trust region with the upper bound of Yu et al. 2025 (eps 0.2 and 0.28), mean over tokens."""
     return Objective(trust_min=trust_min, trust_max=trust_max, sample_share=sample_share)
 
 
@@ -81,8 +80,7 @@ def GRPO(
 
 
 def REINFORCE(*, sample_share: float = 0.0) -> Objective:
-    """The ratio itself as weight, no token dropped: CISPO without a bound. Equation 3's 1/|o_i| is
-    sample_share=1."""
+    """The ratio as weight, no token dropped: CISPO without a bound. sample_share=1 is equation 3's 1/|o_i|."""
     return Objective(sample_share=sample_share)
 
 
@@ -96,13 +94,12 @@ def policy_loss(
     group_ids: Tensor | None = None,
     normaliser: float | tuple[float, float] | None = None,
     ref_log_probs: Tensor | None = None,
-    entropy: Tensor | None = None,
-) -> tuple[Tensor, dict[str, float]]:
-    """The loss to minimise, -J, and what to log about it.
+) -> Tensor:
+    """The loss to minimise, -J: a float32 scalar (float64 for float64 log_probs).
 
     Without `group_ids` or `normaliser` the sum is divided by the tokens (sample_share 0) or responses (1)
-    that the mask leaves. What the mask hides cannot reach the loss, the gradient or the metrics, not even as
-    NaN; rows hidden whole do not count as responses, and a batch hidden whole gives 0 with a graph.
+    that the mask leaves. What the mask hides cannot reach the loss or its gradient, not even as NaN. A
+    response that is hidden whole is not counted, and a batch that is hidden whole gives 0 with a graph.
 
     Args:
         log_probs: (B, T) of the policy in training; the only input that receives a gradient.
@@ -110,70 +107,135 @@ def policy_loss(
         advantages: (B,) or (B, T).
         mask: (B, T) bool or 0/1, true at response tokens.
         objective: CISPO(...), DAPO(), GRPO(), REINFORCE() or any Objective.
-        group_ids: (B,) integers. Each group is divided by its own count, then the mean over groups (equation
-            4).
-        normaliser: divide by this number instead, whatever the groups: the tokens (sample_share 0) or
+        group_ids: (B,) integers. Each group is divided by its own count, then the mean over groups is taken
+            (equation 4).
+        normaliser: divide by this number instead, with or without groups: the tokens (sample_share 0) or
             responses (1) of the whole batch, so that splitting it over micro-batches or ranks changes
-            nothing. A mix divides by
-            both: give (tokens, responses).
-        ref_log_probs: (B, T) of the reference policy, for the KL term; only logged if kl_coefficient is 0.
-        entropy: (B, T), logged only.
-
-    Returns:
-        loss, a float32 scalar (float64 for float64 log_probs), and metrics by name. `clipped_positive` is the
-        share of tokens with A > 0 that the bounds touch, `clipped_negative` that of A < 0; `dropped` is the
-        share and `dropped_tokens` the number of tokens left without a gradient by the trust region.
+            nothing. A mix of the two means needs both: (tokens, responses).
+        ref_log_probs: (B, T) of the reference policy, for the KL term.
 
     Raises:
         ValueError: shapes that do not fit, a mask that is not 0/1, a normaliser that is not positive, a KL
             term without a reference.
     """
-    others = {"old_log_probs": old_log_probs, "ref_log_probs": ref_log_probs, "entropy": entropy}
-    _check(log_probs, mask, others)
-    _check_rows(log_probs, advantages, group_ids)
-    if objective.kl_coefficient > 0 and ref_log_probs is None:
-        raise ValueError(f"kl_coefficient is {objective.kl_coefficient}: give ref_log_probs too")
+    terms = _token_terms(log_probs, old_log_probs, advantages, mask, objective)
+    if group_ids is not None and group_ids.shape != log_probs.shape[:1]:
+        raise ValueError(
+            f"group_ids must be ({len(log_probs)},), one per response, got {tuple(group_ids.shape)}"
+        )
+    scale = _response_scale(terms.mask, objective.sample_share, group_ids, normaliser)
+    scale = scale.to(terms.ratio.dtype)[:, None]  # (B, 1)
+    kept_weight = terms.weight.masked_fill(terms.dropped, 0.0)
+    loss = -(scale * kept_weight * terms.advantages * terms.log_probs).sum()
+    if objective.kl_coefficient > 0:
+        if ref_log_probs is None:
+            raise ValueError(f"kl_coefficient is {objective.kl_coefficient}: give ref_log_probs too")
+        loss = loss + objective.kl_coefficient * (scale * _kl_penalty(terms, ref_log_probs)).sum()
+    return loss
 
-    mask = mask.bool()
-    dtype = torch.promote_types(log_probs.dtype, torch.float32)
 
-    def visible(x: Tensor) -> Tensor:
-        return x.to(dtype).masked_fill(~mask, 0.0)
+@torch.no_grad()
+def policy_metrics(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    objective: Objective,
+    *,
+    ref_log_probs: Tensor | None = None,
+    entropy: Tensor | None = None,
+) -> dict[str, float]:
+    """What to log about the tokens of a loss; arguments as in `policy_loss`, and entropy (B, T).
 
-    log_pi = visible(log_probs)
-    A = advantages.detach()
-    A = visible(A if A.dim() == 2 else A[:, None].expand_as(mask))  # (B, T)
-    log_ratio = log_pi.detach() - visible(old_log_probs.detach())
-    log_ratio = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-    r = log_ratio.exp()
-
-    weight = r.clamp(objective.ratio_min, objective.ratio_max)
-    dropped = ((A > 0) & (r > objective.trust_max)) | ((A < 0) & (r < objective.trust_min))
-    row_scale = _row_scale(mask, objective.sample_share, group_ids, normaliser).to(dtype)[:, None]  # (B, 1)
-
-    kept_weight = weight.masked_fill(dropped, 0.0)
-    loss = -(row_scale * kept_weight * A * log_pi).sum()
-    measured = _metrics(mask, A, r, log_ratio, dropped, clipped=dropped | (weight != r))
+    Returns:
+        `clipped_positive`: share of tokens with A > 0 that the bounds touch; `clipped_negative`: of A < 0.
+        `dropped` and `dropped_tokens`: share and number of tokens that the trust region leaves without a
+        gradient. `ratio_*`: quantiles of the ratio. `approx_kl`: mean of r - 1 - log r. `entropy` and
+        `kl_reference`: means, where entropy or ref_log_probs is given.
+    """
+    terms = _token_terms(log_probs, old_log_probs, advantages, mask, objective)
+    mask, A, r, dropped = terms.mask, terms.advantages, terms.ratio, terms.dropped
+    clipped = dropped | (terms.weight != r)
+    ordered = r[mask].sort().values  # torch.quantile refuses more than 16M values
+    if len(ordered) == 0:
+        ordered = torch.ones(1, dtype=r.dtype, device=r.device)
+    last = len(ordered) - 1
+    measured = {
+        "tokens": mask.sum(),
+        "clipped_positive": _mean(clipped, mask & (A > 0)),
+        "clipped_negative": _mean(clipped, mask & (A < 0)),
+        "dropped": _mean(dropped, mask),
+        "dropped_tokens": dropped.sum(),
+        "ratio_mean": ordered.mean(),
+        "ratio_smallest": ordered[0],
+        "ratio_p01": ordered[round(0.01 * last)],
+        "ratio_p50": ordered[round(0.50 * last)],
+        "ratio_p99": ordered[round(0.99 * last)],
+        "ratio_largest": ordered[-1],
+        "approx_kl": _mean(r - 1 - terms.log_ratio, mask),
+    }
     if entropy is not None:
-        measured["entropy"] = _mean(visible(entropy.detach()), mask)
+        measured["entropy"] = _mean(_visible("entropy", entropy, mask, r.dtype), mask)
     if ref_log_probs is not None:
-        d = (visible(ref_log_probs.detach()) - log_pi).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
-        kl = d.exp() - d - 1
-        measured["kl_reference"] = _mean(kl.detach(), mask)
-        if objective.kl_coefficient > 0:
-            loss = loss + objective.kl_coefficient * (row_scale * kl).sum()
+        measured["kl_reference"] = _mean(_kl_penalty(terms, ref_log_probs), mask)
     # One transfer for all of them: a float() each would stop a GPU a dozen times.
     values = torch.stack([value.double() for value in measured.values()]).tolist()
-    return loss, dict(zip(measured, values, strict=True))
+    return dict(zip(measured, values, strict=True))
 
 
-def _row_scale(
+class _TokenTerms(NamedTuple):
+    """The factors of the formula for every token, (B, T) each; only log_probs has a graph."""
+
+    mask: Tensor
+    log_probs: Tensor
+    advantages: Tensor
+    log_ratio: Tensor
+    ratio: Tensor
+    weight: Tensor
+    dropped: Tensor
+
+
+def _token_terms(
+    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, mask: Tensor, objective: Objective
+) -> _TokenTerms:
+    _check(log_probs, advantages, mask)
+    mask = mask.bool()
+    dtype = torch.promote_types(log_probs.dtype, torch.float32)
+    A = advantages.detach()
+    A = _visible("advantages", A if A.dim() == 2 else A[:, None].expand_as(mask), mask, dtype)
+    visible = _visible("log_probs", log_probs, mask, dtype)
+    log_ratio = visible.detach() - _visible("old_log_probs", old_log_probs.detach(), mask, dtype)
+    log_ratio = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    r = log_ratio.exp()
+    dropped = ((A > 0) & (r > objective.trust_max)) | ((A < 0) & (r < objective.trust_min))
+    weight = r.clamp(objective.ratio_min, objective.ratio_max)
+    return _TokenTerms(mask, visible, A, log_ratio, r, weight, dropped)
+
+
+def _visible(name: str, x: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, T) with zeros where the mask hides."""
+    if x.shape != mask.shape:
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)} and log_probs {tuple(mask.shape)}; "
+            "they must be the same (B, T), token for token"
+        )
+    return x.to(dtype).masked_fill(~mask, 0.0)
+
+
+def _kl_penalty(terms: _TokenTerms, ref_log_probs: Tensor) -> Tensor:
+    """(B, T): `exp(d) - d - 1`, d = log pi_ref - log pi."""
+    ref = _visible("ref_log_probs", ref_log_probs.detach(), terms.mask, terms.ratio.dtype)
+    d = (ref - terms.log_probs).clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+    return d.exp() - d - 1
+
+
+def _response_scale(
     mask: Tensor,
     sample_share: float,
     group_ids: Tensor | None,
     normaliser: float | tuple[float, float] | None,
 ) -> Tensor:
-    """(B,) factor of every token of a row: tokens of one response always weigh the same."""
+    """(B,) factor of every token of a response: tokens of one response always weigh the same."""
     if normaliser is not None and not isinstance(normaliser, tuple):
         if 0 < sample_share < 1:
             raise ValueError(
@@ -182,16 +244,16 @@ def _row_scale(
             )
         normaliser = (normaliser, normaliser)
     lengths = mask.sum(1).double()  # (B,)
-    rows = (lengths > 0).double()
+    visible = (lengths > 0).double()
     Z_tokens = _total(lengths, group_ids, normaliser[0] if normaliser else None)
-    Z_rows = _total(rows, group_ids, normaliser[1] if normaliser else None)
-    per_token = rows / Z_tokens
-    per_sample = rows / (lengths.clamp_min(1) * Z_rows)
-    return (1 - sample_share) * per_token + sample_share * per_sample
+    Z_responses = _total(visible, group_ids, normaliser[1] if normaliser else None)
+    per_token = visible / Z_tokens
+    per_response = visible / (lengths.clamp_min(1) * Z_responses)
+    return (1 - sample_share) * per_token + sample_share * per_response
 
 
 def _total(counts: Tensor, group_ids: Tensor | None, normaliser: float | None) -> Tensor:
-    """What each row's count is divided by, at least 1 where nothing counts."""
+    """(B,) what each response's count is divided by, at least 1 where nothing counts."""
     if normaliser is not None:
         N = float(normaliser)
         if N == 0 and not counts.any():
@@ -207,51 +269,19 @@ def _total(counts: Tensor, group_ids: Tensor | None, normaliser: float | None) -
     return per_group.clamp_min(1)[index] * groups
 
 
-def _metrics(
-    mask: Tensor, A: Tensor, r: Tensor, log_ratio: Tensor, dropped: Tensor, *, clipped: Tensor
-) -> dict[str, Tensor]:
-    ordered = r[mask].sort().values  # torch.quantile refuses more than 16M values
-    if len(ordered) == 0:
-        ordered = torch.ones(1, dtype=r.dtype, device=r.device)
-    last = len(ordered) - 1
-    return {
-        "tokens": mask.sum(),
-        "clipped_positive": _mean(clipped, mask & (A > 0)),
-        "clipped_negative": _mean(clipped, mask & (A < 0)),
-        "dropped": _mean(dropped, mask),
-        "dropped_tokens": dropped.sum(),
-        "ratio_mean": ordered.mean(),
-        "ratio_smallest": ordered[0],
-        "ratio_p01": ordered[round(0.01 * last)],
-        "ratio_p50": ordered[round(0.50 * last)],
-        "ratio_p99": ordered[round(0.99 * last)],
-        "ratio_largest": ordered[-1],
-        "approx_kl": _mean(r - 1 - log_ratio, mask),
-    }
-
-
 def _mean(values: Tensor, where: Tensor) -> Tensor:
     return (values.double() * where).sum() / where.sum().clamp_min(1)
 
 
-def _check(log_probs: Tensor, mask: Tensor, others: dict[str, Tensor | None]) -> None:
+def _check(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> None:
     if log_probs.dim() != 2:
         raise ValueError(f"log_probs must be (B, T), got {tuple(log_probs.shape)}")
     if not log_probs.is_floating_point():
         raise ValueError(f"log_probs must be floating point, got {log_probs.dtype}")
-    for name, tensor in {"mask": mask, **others}.items():
-        if tensor is not None and tensor.shape != log_probs.shape:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} and log_probs {tuple(log_probs.shape)}; "
-                "they must be the same (B, T), token for token"
-            )
+    B, T = log_probs.shape
+    if mask.shape != (B, T):
+        raise ValueError(f"mask has shape {tuple(mask.shape)} and log_probs {(B, T)}; they must be the same")
     if mask.dtype != torch.bool and not ((mask == 0) | (mask == 1)).all():
         raise ValueError("mask must hold 0 and 1 only; put weights into advantages of shape (B, T)")
-
-
-def _check_rows(log_probs: Tensor, advantages: Tensor, group_ids: Tensor | None) -> None:
-    B, T = log_probs.shape
     if advantages.shape not in ((B,), (B, T)):
         raise ValueError(f"advantages must be ({B},) or ({B}, {T}), got {tuple(advantages.shape)}")
-    if group_ids is not None and group_ids.shape != (B,):
-        raise ValueError(f"group_ids must be ({B},), one per response, got {tuple(group_ids.shape)}")

@@ -1,8 +1,8 @@
-"""Rollouts: G responses to each prompt, with what training needs to know about how they came about.
+"""Rollouts: G responses to each prompt, with what training needs to know about how they were drawn.
 
-The decoding loop is written out because it records three things as it goes: the log-probability of every
-chosen token under the model's own full distribution at the sampling temperature (never a truncated one), why
-the response ended, and, on request, which experts every position went to.
+The decoding loop is written out because it records three things: the log-probability of every chosen token
+under the model's full distribution at the sampling temperature (never a truncated one), why the response
+ended, and, on request, which experts every position went to.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from .batches import Response
 
 
 @dataclass(frozen=True)
-class Sampling:
+class SamplingParams:
     """How to draw a response.
 
     Args:
         end_tokens: any of these ends a response and is its last token.
-        pad_token: fills finished rows; never drawn unless it is an end token (a policy that samples its
-            padding trains on an embedding that nothing else trains).
+        pad_token: pads prompts on the left; never drawn unless it is an end token (a policy that samples
+            its padding trains on an embedding that nothing else trains).
         max_new_tokens: the output window.
         temperature: what the logits are divided by, in drawing and in the recorded log-probabilities.
         greedy: take the most probable token instead of drawing one.
         repetition_run: end a response after so many tokens in a row with probability above
             repetition_threshold (report, section 3.2: 3,000 and 0.99); None for no such rule.
-        record_routing: keep the experts of every position.
+        output_routed_experts: keep the experts of every position.
     """
 
     end_tokens: tuple[int, ...]
@@ -39,7 +39,7 @@ class Sampling:
     greedy: bool = False
     repetition_run: int | None = None
     repetition_threshold: float = 0.99
-    record_routing: bool = False
+    output_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if not self.end_tokens:
@@ -57,24 +57,23 @@ class Sampling:
 def sample(
     model: PreTrainedModel,
     prompts: list[list[int]],
-    sampling: Sampling,
+    sampling: SamplingParams,
     *,
-    copies: int = 1,
+    num_generations: int = 1,
     generator: torch.Generator | None = None,
 ) -> list[Response]:
-    """`copies` responses to each prompt, neighbours in the result; a prompt's place in the list is their
-    group.
+    """`num_generations` responses to each prompt, neighbours in the result; a prompt's index is their group.
 
     Raises:
-        ValueError: an empty prompt, less than one copy, tokens that the model does not have.
+        ValueError: an empty prompt, less than one generation, tokens that the model does not have.
         FloatingPointError: logits that are not finite, with prompt and step.
     """
     if not prompts:
         return []
     if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
         raise ValueError(f"prompts {empty[:10]} are empty: the first token needs one before it")
-    if copies < 1:
-        raise ValueError(f"copies must be at least 1, got {copies}")
+    if num_generations < 1:
+        raise ValueError(f"num_generations must be at least 1, got {num_generations}")
     V = model.config.vocab_size
     given = {sampling.pad_token, *sampling.end_tokens, *(token for prompt in prompts for token in prompt)}
     if foreign := sorted(token for token in given if not 0 <= token < V):
@@ -84,26 +83,26 @@ def sample(
     training = model.training
     model.eval()
     try:
-        recorder = _decode(model, prompts, copies, sampling, generator)
+        recorder = _decode(model, prompts, num_generations, sampling, generator)
     finally:
         model.train(training)
-    return recorder.responses(prompts, copies)
+    return recorder.responses(prompts, num_generations)
 
 
 def _decode(
     model: PreTrainedModel,
     prompts: list[list[int]],
-    copies: int,
-    sampling: Sampling,
+    num_generations: int,
+    sampling: SamplingParams,
     generator: torch.Generator | None,
 ) -> "_Recorder":
     device = next(model.parameters()).device
     P = max(map(len, prompts))
     padding = [P - len(prompt) for prompt in prompts]
     filled = [[sampling.pad_token] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
-    step_ids = torch.tensor(filled, device=device)  # (prompts, P), then (rows at work, 1)
+    step_ids = torch.tensor(filled, device=device)  # (prompts, P), then (active, 1)
     mask = torch.tensor([[0] * pad + [1] * (P - pad) for pad in padding], device=device)
-    recorder = _Recorder(len(prompts) * copies, sampling, device)
+    recorder = _Recorder(len(prompts) * num_generations, sampling, device)
     cache = None
     for step in range(sampling.max_new_tokens):
         out = model(
@@ -112,91 +111,94 @@ def _decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            output_router_logits=sampling.record_routing,
+            output_router_logits=sampling.output_routed_experts,
         )
         cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
-        experts = _chosen_experts(out.router_logits, step_ids, model) if sampling.record_routing else None
-        if step == 0 and copies > 1:  # a prompt is computed once for all its responses
-            cache.batch_repeat_interleave(copies)
-            logits, mask = (x.repeat_interleave(copies, dim=0) for x in (logits, mask))
-            experts = None if experts is None else experts.repeat_interleave(copies, dim=0)
-        _check_logits(logits, recorder, copies, step)
-        token = _choose(logits, sampling, generator)  # (rows at work,)
+        experts = _chosen_experts(out.router_logits, step_ids, model) if sampling.output_routed_experts else None
+        if step == 0 and num_generations > 1:
+            # a prompt is computed once for all its responses
+            cache.batch_repeat_interleave(num_generations)
+            logits, mask = (x.repeat_interleave(num_generations, dim=0) for x in (logits, mask))
+            experts = None if experts is None else experts.repeat_interleave(num_generations, dim=0)
+        _check_logits(logits, recorder, num_generations, step)
+        token = _choose(logits, sampling, generator)  # (active,)
         running = recorder.add(token, logits, experts)
         if not running.any():
             break
-        if 2 * running.sum() <= len(running):  # half of the rows have ended: let the cache forget those
+        if 2 * running.sum() <= len(running):
+            # half of the responses have ended: remove them from the cache
             left = running.nonzero()[:, 0]
             cache.batch_select_indices(left)
             mask, token = mask[left], token[left]
-            recorder.at_work = recorder.at_work[left]
+            recorder.active = recorder.active[left]
         step_ids, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     return recorder
 
 
 class _Recorder:
-    """What the loop keeps of all B rows, a column for each step, while only some of them are at work."""
+    """What the loop records of all B responses at each step, while only the active ones are computed."""
 
-    def __init__(self, B: int, sampling: Sampling, device: torch.device):
+    def __init__(self, B: int, sampling: SamplingParams, device: torch.device):
         self.sampling = sampling
-        self.at_work = torch.arange(B, device=device)  # the rows that the cache holds
-        self.running = torch.ones(B, dtype=torch.bool, device=device)  # those that have not ended
+        # Responses that the cache holds, then those that have not ended.
+        self.active = torch.arange(B, device=device)
+        self.running = torch.ones(B, dtype=torch.bool, device=device)
         self.lengths = torch.zeros(B, dtype=torch.long, device=device)
-        self.reasons = ["length"] * B
+        self.finish_reasons = ["length"] * B
         self.tokens: list[Tensor] = []  # (B,) each
         self.log_probs: list[Tensor] = []  # (B,) each
-        self.routing: list[Tensor] = []  # (B, positions, L, A) each
+        self.routed_experts: list[Tensor] = []  # (B, positions, L, A) each
         self._end_tokens = torch.tensor(sampling.end_tokens, device=device)
         self._stop = None
         if sampling.repetition_run is not None:
             self._stop = RepetitionStop(run=sampling.repetition_run, threshold=sampling.repetition_threshold)
 
     def add(self, token: Tensor, logits: Tensor, experts: Tensor | None) -> Tensor:
-        """Enter a step of the rows at work; returns which of them still run."""
+        """Record a step of the active responses; returns which of them have not ended."""
         log_probs = (logits / self.sampling.temperature).log_softmax(-1).gather(-1, token[:, None])[:, 0]
-        self.tokens.append(self._all_rows(token))
-        self.log_probs.append(self._all_rows(log_probs))
+        self.tokens.append(self._scattered(token))
+        self.log_probs.append(self._scattered(log_probs))
         if experts is not None:
-            self.routing.append(self._all_rows(experts))
+            self.routed_experts.append(self._scattered(experts))
         self.lengths += self.running
         ended = self.running & torch.isin(self.tokens[-1], self._end_tokens)
         repeated = torch.zeros_like(ended)
         if self._stop is not None:
-            probability = self._all_rows(logits.softmax(-1).gather(-1, token[:, None])[:, 0])
+            probability = self._scattered(logits.softmax(-1).gather(-1, token[:, None])[:, 0])
             repeated = self._stop.count(probability * self.running) & self.running & ~ended
         for reason, which in (("end", ended), ("repetition", repeated)):
             for i in which.nonzero().flatten().tolist():
-                self.reasons[i] = reason
+                self.finish_reasons[i] = reason
         self.running = self.running & ~ended & ~repeated
-        return self.running[self.at_work]
+        return self.running[self.active]
 
-    def responses(self, prompts: list[list[int]], copies: int) -> list[Response]:
-        tokens, log_probs = (torch.stack(x, 1).tolist() for x in (self.tokens, self.log_probs))
-        routing = torch.cat(self.routing, 1).cpu() if self.routing else None
+    def responses(self, prompts: list[list[int]], num_generations: int) -> list[Response]:
+        tokens, log_probs = (torch.stack(x, 1).cpu() for x in (self.tokens, self.log_probs))  # (B, steps)
+        experts = torch.cat(self.routed_experts, 1).cpu() if self.routed_experts else None
         P, found = max(map(len, prompts)), []
         for i, length in enumerate(self.lengths.tolist()):
-            prompt = prompts[i // copies]
+            prompt = prompts[i // num_generations]
             ran = slice(P - len(prompt), P + length - 1)
             found.append(
                 Response(
                     prompt=list(prompt),
-                    tokens=tokens[i][:length],
-                    log_probs=log_probs[i][:length],
-                    finish=self.reasons[i],
+                    tokens=tokens[i, :length],
+                    log_probs=log_probs[i, :length],
+                    finish_reason=self.finish_reasons[i],
                     temperature=self.sampling.temperature,
-                    group=i // copies,
-                    routing=None if routing is None else routing[i, ran],
+                    group=i // num_generations,
+                    routed_experts=None if experts is None else experts[i, ran],
                 )
             )
         return found
 
-    def _all_rows(self, values: Tensor) -> Tensor:
-        """(B, ...) from (rows at work, ...), zeros elsewhere."""
+    def _scattered(self, values: Tensor) -> Tensor:
+        """(B, ...) from (active, ...), zeros elsewhere."""
         full = values.new_zeros((len(self.running), *values.shape[1:]))
-        return full.index_copy(0, self.at_work, values)
+        return full.index_copy(0, self.active, values)
 
 
-def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | None) -> Tensor:
+def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> Tensor:
     if sampling.pad_token not in sampling.end_tokens:
         logits = logits.clone()
         logits[:, sampling.pad_token] = -torch.inf
@@ -206,19 +208,19 @@ def _choose(logits: Tensor, sampling: Sampling, generator: torch.Generator | Non
 
 
 def _chosen_experts(router_logits: tuple[Tensor, ...], ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """(rows, positions, L, A) int16 from L tensors (rows * positions, E), by the router's own rule."""
+    """(B, T, L, A) int16 from L tensors (B * T, E), by the router's own rule."""
     A = model.config.num_experts_per_tok
     chosen = [x.float().softmax(-1).topk(A, dim=-1)[1] for x in router_logits]
     return torch.stack(chosen, dim=1).view(*ids.shape, len(chosen), A).to(torch.int16)
 
 
-def _check_logits(logits: Tensor, recorder: _Recorder, copies: int, step: int) -> None:
-    """Those of rows that have not ended; what comes after an end token is nobody's."""
+def _check_logits(logits: Tensor, recorder: _Recorder, num_generations: int, step: int) -> None:
+    """Those of responses that have not ended; what follows an end token is not used."""
     bad = ~logits.isfinite().all(-1)
-    running = recorder.running[recorder.at_work]
-    if rows := recorder.at_work[bad & running].tolist():
-        prompts = sorted({row // copies for row in rows})
+    running = recorder.running[recorder.active]
+    if failed := recorder.active[bad & running].tolist():
+        prompts = sorted({i // num_generations for i in failed})
         raise FloatingPointError(
-            f"logits are not finite at new token {step} of responses {rows[:10]}, to prompts {prompts[:10]}"
+            f"logits are not finite at new token {step} of responses {failed[:10]}, to prompts {prompts[:10]}"
         )
     logits[bad] = 0.0

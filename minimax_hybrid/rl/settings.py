@@ -1,8 +1,8 @@
-"""The settings of a training run, and the small TOML file that holds them."""
+"""The settings of a training run, the TOML file that holds them, and the schedule of the output window."""
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,8 +18,11 @@ OBJECTIVES: dict[str, Callable[..., Objective]] = {
 
 @dataclass(frozen=True)
 class Later:
-    """What changes from a batch on; what is None stays. The report's section 5 has a lower threshold of
-    gradient clipping and a lower eps_high at later stages, and gives neither values nor times."""
+    """What changes from a batch on; what is None stays.
+
+    The report's section 5 has a lower threshold of gradient clipping and a lower eps_high at later stages,
+    and gives neither values nor times.
+    """
 
     batch: int
     learning_rate: float | None = None
@@ -28,15 +31,14 @@ class Later:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """One run. What has no default is given nowhere in the report, or is yours to say.
+class TrainSettings:
+    """One run. A setting without a default is not given in the report, or is yours to choose.
 
     Args:
         model: a folder with weights and tokenizer, or "demo", the checkpoint that comes with this package.
         output: the run's folder: logs, checkpoints.
-        task, difficulty: a shipped task by name (addition, cipher, sudoku), or "module:function", and its
-            dial.
-        batches: rollout batches; a finished run given more goes on.
+        task, difficulty: a shipped task (addition, cipher, sudoku), or "module:function", and its parameter.
+        batches: rollout batches; a finished run that is given more continues.
         prompts, responses: per batch, and responses to each (G).
         updates: optimiser steps per batch, each on another part of it (report: 16).
         micro_batch: responses per forward pass; changes memory, not the result.
@@ -81,7 +83,7 @@ class Settings:
     seed: int = 0
     later: tuple[Later, ...] = ()
 
-    def at(self, batch: int) -> "Settings":
+    def at(self, batch: int) -> "TrainSettings":
         """These settings with what has changed up to and including that batch."""
         now = self
         for change in self.later:
@@ -124,13 +126,13 @@ class Settings:
         if batches != sorted(set(batches)) or min(batches, default=1) < 1:
             raise ValueError(f"the batches of later changes must grow from at least 1, got {batches}")
         for batch in batches:
-            self.at(batch)  # each state of the run is as good as the first
+            self.at(batch)  # settings after a change are checked like the first
 
 
-Kind = TypeVar("Kind", Later, Settings)
+Kind = TypeVar("Kind", Later, TrainSettings)
 
 
-def read_settings(path: Path | str) -> Settings:
+def read_settings(path: Path | str) -> TrainSettings:
     """Settings from a TOML file; the objective is a table with its name and bounds.
 
         [objective]
@@ -144,7 +146,7 @@ def read_settings(path: Path | str) -> Settings:
         objective = { name = "cispo", ratio_max = 3.0 }
 
     Raises:
-        ValueError: unknown, missing or impossible settings, by name.
+        ValueError: unknown, missing or impossible settings, with their names.
     """
     table = tomllib.loads(Path(path).read_text())
     try:
@@ -153,7 +155,7 @@ def read_settings(path: Path | str) -> Settings:
                 table[name] = tuple(_listed(name, table[name]))
         if "later" in table:
             table["later"] = tuple(_build(Later, change, "later: ") for change in table["later"])
-        return _build(Settings, table)
+        return _build(TrainSettings, table)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
 
@@ -166,7 +168,7 @@ def _listed(name: str, value: Any) -> list[Any]:
 
 
 def _build(kind: type[Kind], table: dict[str, Any], where: str = "") -> Kind:
-    known = {field.name for field in fields(kind)}
+    known = {f.name for f in fields(kind)}
     if unknown := sorted(set(table) - known):
         raise ValueError(f"{where}unknown settings {unknown}; known are {sorted(known)}")
     if "objective" in table:
@@ -189,3 +191,46 @@ def read_objective(table: dict[str, Any]) -> Objective:
         return OBJECTIVES[name](**bounds)
     except TypeError as error:
         raise ValueError(f"objective {name!r}: {error}") from None
+
+
+@dataclass
+class StagedWindow:
+    """The staged output window of the report's section 5: 40K, 48K, 56K, 64K, 72K, 80K, one after the other.
+
+    The report's indicators for the next stage include that the perplexity of the generations has converged
+    and that the 99th percentile of their lengths approaches the window. It gives no thresholds, nor says
+    whether one indicator is enough; here both must hold, and the defaults are ours.
+
+    Args:
+        sizes: windows in tokens, growing.
+        patience: batches over which perplexity is compared.
+        perplexity_change: converged when it moved by less than this, relatively, over the last `patience`
+            batches.
+        near: the 99th percentile of lengths approaches the window from this share of it on.
+    """
+
+    sizes: tuple[int, ...]
+    patience: int = 5
+    perplexity_change: float = 0.05
+    near: float = 0.9
+    stage: int = 0
+    perplexities: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.sizes or self.sizes[0] < 1 or list(self.sizes) != sorted(set(self.sizes)):
+            raise ValueError(f"windows must be positive and grow, got {list(self.sizes)}")
+
+    @property
+    def size(self) -> int:
+        return self.sizes[self.stage]
+
+    def observe(self, *, perplexity: float, length_p99: float) -> dict[str, float]:
+        """Record one batch, move to the next stage if both indicators say so, and return what to log."""
+        self.perplexities = [*self.perplexities[-self.patience :], perplexity]
+        span = max(self.perplexities) - min(self.perplexities)
+        converged = len(self.perplexities) > self.patience and span <= self.perplexity_change * perplexity
+        near = length_p99 >= self.near * self.size
+        report = {"window": self.size, "window_converged": float(converged), "window_near": float(near)}
+        if converged and near and self.stage + 1 < len(self.sizes):
+            self.stage, self.perplexities = self.stage + 1, []
+        return report

@@ -1,8 +1,7 @@
-"""Small tasks whose answers a program can check: a generator, a verifier and a format reward each, with one
-dial.
+"""Small tasks whose answers a program can check: each has a generator, a verifier and a difficulty.
 
-In the spirit of the report's section 4.1 (SynLogic: generators with rule verifiers and difficulty
-parameters). Training data of your own are `Problem`s too: a prompt and a function that grades a response.
+They follow the report's section 4.1 (SynLogic: generators with rule verifiers and difficulty parameters).
+Training data of your own are `Problem`s too: a prompt and a function that grades a response.
 """
 
 import random
@@ -47,11 +46,11 @@ class Problem:
 
 
 def addition(rng: random.Random, digits: int) -> Problem:
-    """`12+34=` -> `46`. The dial is the number of digits that a summand may have.
+    """`12+34=` -> `46`. The difficulty is the number of digits that a summand may have.
 
     Digits in brackets before the answer, `[64]46`, are the model's own working and are not graded.
     """
-    _check_dial("digits", digits, 1, 1000)
+    _check_difficulty("digits", digits, 1, 1000)
     a, b = rng.randrange(10**digits), rng.randrange(10**digits)
     answer = str(a + b)
     return Problem(f"{a}+{b}=", lambda response: response.split("]")[-1] == answer, r"(\[\d*\])?\d+", answer)
@@ -60,9 +59,9 @@ def addition(rng: random.Random, digits: int) -> Problem:
 def cipher(rng: random.Random, length: int) -> Problem:
     """`key c: jgnnq=` -> `hello`: every letter was moved on by its key letter, a = 0.
 
-    The dial is the number of letters; the key has one letter per four of them, used in turn.
+    The difficulty is the number of letters; the key has one letter per four of them, used in turn.
     """
-    _check_dial("length", length, 1, 1000)
+    _check_difficulty("length", length, 1, 1000)
     plain = "".join(rng.choices(LETTERS, k=length))
     key = "".join(rng.choices(LETTERS, k=(length + 3) // 4))
     text = "".join(_moved(letter, key[i % len(key)]) for i, letter in enumerate(plain))
@@ -72,14 +71,14 @@ def cipher(rng: random.Random, length: int) -> Problem:
 def sudoku(rng: random.Random, blanks: int) -> Problem:
     """`1.34/34.2/2143/4321=` -> the grid filled in: 1 to 4 once in each row, column and quarter.
 
-    The dial is the number of blanks. The verifier checks the rules and the clues, not one stored solution:
+    The difficulty is the number of blanks. The verifier checks the rules and the clues, not one stored solution:
     with many blanks there are several.
     """
-    _check_dial("blanks", blanks, 1, 16)
+    _check_difficulty("blanks", blanks, 1, 16)
     grid = _solved_grid(rng)
     hidden = set(rng.sample(range(16), blanks))
     clues = ["." if i in hidden else grid[i] for i in range(16)]
-    return Problem(f"{_rows(clues)}=", lambda r: _solves(r, clues), r"[1-4]{4}(/[1-4]{4}){3}", _rows(grid))
+    return Problem(f"{_grid_text(clues)}=", lambda r: _solves(r, clues), r"[1-4]{4}(/[1-4]{4}){3}", _grid_text(grid))
 
 
 TASKS: dict[str, Callable[[random.Random, int], Problem]] = {
@@ -116,7 +115,7 @@ def draw(
     )
 
 
-def _check_dial(name: str, value: int, low: int, high: int) -> None:
+def _check_difficulty(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ValueError(f"{name} must lie in [{low}, {high}], got {value}")
 
@@ -125,7 +124,7 @@ def _moved(letter: str, key: str) -> str:
     return LETTERS[(LETTERS.index(letter) + LETTERS.index(key)) % 26]
 
 
-def _rows(cells: list[str]) -> str:
+def _grid_text(cells: list[str]) -> str:
     return "/".join("".join(cells[4 * row : 4 * row + 4]) for row in range(4))
 
 

@@ -7,50 +7,44 @@
 
 AdamW has the report's betas (0.9, 0.95) and eps 1e-15 and a float32 state: most gradients there were below
 1e-14. The report gives no learning rate, weight decay (none here) or threshold of gradient clipping for this
-stage; `Settings.later` changes rate and threshold at a batch of your choice.
+stage; `TrainSettings.later` changes rate and threshold at a batch of your choice.
 
-Every random choice of batch n follows from the seed and n alone, so a run that was killed goes on from its
-last checkpoint to the very numbers it would have had.
+Every random choice of batch n follows from the seed and n alone, so a run that was killed continues from its
+last checkpoint to the numbers it would have had.
 """
 
 import copy
 import importlib
-import json
 import math
 import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
-from transformers.utils import logging
 
 from ..text import DEMO, load_model, load_tokenizer
-from .advantages import clip_rewards, group_advantages, informative, overlong_penalty
-from .batches import Batch, Response, batch_log_probs, collate
-from .checkpoints import load_checkpoint, newest_checkpoint, replace_text, save_checkpoint
-from .grading import Graded, grade, keep
-from .logs import Logs
-from .metrics import batch_metrics, lengths_of, step_metrics
-from .non_finite import NonFiniteError, describe
+from .advantages import clip_rewards, group_advantages, has_reward_spread, overlong_penalty
+from .batches import Response, batch_log_probs, collate, lengths_of
+from .diagnostics import NonFiniteError, batch_metrics, locate_non_finite, step_metrics
+from .grading import Graded, append_unscored, grade, response_text
 from .objective import policy_loss
-from .rollout import Sampling, sample
-from .settings import Settings, read_settings
+from .rollout import SamplingParams, sample
+from .run_folder import Logs, load_checkpoint, newest_checkpoint, record_settings, save_checkpoint
+from .settings import StagedWindow, TrainSettings, read_settings
 from .tasks import TASKS, Problem, draw
-from .windows import StagedWindow
 
 Task = Callable[[random.Random, int], Problem]
 
 
 def train_from_file(path: Path | str) -> Path:
-    """Run what a settings file says, from where its output folder stands; returns the last checkpoint."""
+    """Run a settings file, continuing what its output folder holds; returns the last checkpoint."""
     settings = read_settings(path)
-    logging.disable_progress_bar()  # one bar is enough
     source = DEMO if settings.model == "demo" else settings.model
     model = load_model(source, dtype="float32", device=settings.device)
     return Trainer(model, load_tokenizer(source), find_task(settings.task), settings).train()
@@ -67,13 +61,15 @@ def find_task(name: str) -> Task:
 
 
 class Trainer:
-    """Holds what the loop needs: model, tokenizer, task, settings, optimiser, window, logs.
+    """The loop, and what it needs: model, tokenizer, task, settings, optimiser, window, logs.
 
     The model it is given is the policy that the run begins with, which a KL term refers to, also where the
-    run goes on from a checkpoint.
+    run continues from a checkpoint.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: Any, task: Task, settings: Settings):
+    logs: Logs
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, task: Task, settings: TrainSettings):
         narrow = {str(p.dtype) for p in model.parameters() if p.requires_grad and p.dtype != torch.float32}
         if narrow:
             raise ValueError(
@@ -88,27 +84,27 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=settings.learning_rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0
         )
-        self.reference = None
+        self.reference: PreTrainedModel | None = None
         if settings.wants_reference:
             self.reference = copy.deepcopy(model).eval().requires_grad_(False)
         self.window = StagedWindow(settings.windows)
         self.folder = Path(settings.output)
-        self.done = self.step = 0  # batches, optimiser steps
+        self.checkpoints = self.folder / "checkpoints"
+        self.batches_done = self.step = 0
 
     def train(self) -> Path:
         """Run to the last batch; returns its checkpoint."""
         settings = self.settings
         self.resume()
-        self.logs = Logs(self.folder, first=self.done, step=self.step, tensorboard=settings.tensorboard)
-        bar = tqdm(initial=self.done, total=settings.batches, desc="batches", disable=None)
-        while self.done < settings.batches:
-            if self.done % settings.evaluate_every == 0:
-                self.evaluate()
+        bar = tqdm(initial=self.batches_done, total=settings.batches, desc="batches", disable=None)
+        while self.batches_done < settings.batches:
+            if self.batches_done % settings.evaluate_every == 0:
+                self.log_evaluation()
             bar.set_postfix_str(f"reward {self.one_batch():.3f}")
             bar.update()
-            if self.done % settings.save_every == 0:
+            if self.batches_done % settings.save_every == 0:
                 self.save()
-        self.evaluate()
+        self.log_evaluation()
         bar.close()
         self.logs.close()
         return self.save()
@@ -116,7 +112,7 @@ class Trainer:
     def one_batch(self) -> float:
         """Sample, grade, update, log; returns the mean reward."""
         started = time.monotonic()
-        choices = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.done)
+        choices = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + self.batches_done)
         ramp, window = self.settings.overlong_ramp, self.window.size
         drawn, trained = self.collect(choices)
         rewards = trained.rewards
@@ -125,86 +121,69 @@ class Trainer:
         advantages = group_advantages(rewards, trained.group_ids)
         order = torch.randperm(len(advantages), generator=choices)
         parts = order.tensor_split(min(self.settings.updates, len(order))) if len(order) else []
-        for update, rows in enumerate(parts):
-            self.one_step(update, [trained.responses[i] for i in rows.tolist()], advantages[rows])
+        for update, part in enumerate(parts):
+            self.one_step(update, [trained.responses[i] for i in part.tolist()], advantages[part])
         self.log_batch(drawn, trained, time.monotonic() - started)
-        self.done += 1
+        self.batches_done += 1
         return float(drawn.rewards.mean()) if len(drawn.rewards) else 0.0
 
     def collect(self, choices: torch.Generator) -> tuple[Graded, Graded]:
-        """All graded responses of this batch, and those to train on: with dynamic sampling, groups with
-        spread."""
+        """All graded responses of this batch, and those to train on.
+
+        With dynamic sampling these are groups with spread. Where a reward stops the run, what was graded
+        before goes to `unscored.jsonl`.
+        """
         settings = self.settings
         seeds = torch.randint(2**62, (2,), generator=choices).tolist()
         problems_from = random.Random(seeds[0])
         generator = torch.Generator(self.device).manual_seed(seeds[1])
-        drawn = Graded([], torch.zeros(0), torch.zeros(0, dtype=torch.long))
+        drawn = Graded.nothing()
         for _ in range(1 + (settings.dynamic_sampling or 0)):
             problems = draw(self.task, problems_from, difficulty=settings.difficulty, count=settings.prompts)
-            responses = sample(
-                self.model,
-                self.encode(problems),
-                self.sampling,
-                copies=settings.responses,
-                generator=generator,
-            )
-            graded = self.grade(problems, responses, before=drawn)
+            try:
+                graded = self.sample_and_grade(
+                    problems, self.sampling, num_generations=settings.responses, generator=generator
+                )
+            except ValueError:
+                append_unscored(drawn, self.unscored)
+                raise
             if settings.reward_range:
                 low, high = settings.reward_range
                 graded = replace(graded, rewards=clip_rewards(graded.rewards, low=low, high=high))
             drawn = drawn + graded
             if settings.dynamic_sampling is None:
+                return drawn, drawn
+            useful = drawn.group_ids[has_reward_spread(drawn.rewards, drawn.group_ids)].unique()
+            if len(useful) >= settings.prompts:
                 break
-            useful = informative(drawn.rewards, drawn.group_ids)
-            if len(drawn.group_ids[useful].unique()) >= settings.prompts:
-                break
-        if settings.dynamic_sampling is None:
-            return drawn, drawn
-        useful = informative(drawn.rewards, drawn.group_ids)
-        first = drawn.group_ids[useful].unique()[: settings.prompts]
-        return drawn, drawn.only(torch.isin(drawn.group_ids, first))
+        return drawn, drawn.select(torch.isin(drawn.group_ids, useful[: settings.prompts]))
+
+    def sample_and_grade(
+        self,
+        problems: list[Problem],
+        sampling: SamplingParams,
+        *,
+        num_generations: int = 1,
+        generator: torch.Generator | None = None,
+    ) -> Graded:
+        """A verifier that raises costs its response, which goes to `unscored.jsonl`, and nothing else."""
+        prompts = [self.tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
+        responses = sample(
+            self.model, prompts, sampling, num_generations=num_generations, generator=generator
+        )
+        texts = [response_text(self.tokenizer, response) for response in responses]
+        reward = self.settings.format_reward
+        return grade(problems, responses, texts, format_reward=reward, unscored=self.unscored)
 
     def one_step(self, update: int, responses: list[Response], advantages: Tensor) -> None:
-        """One optimiser step on these responses, by micro-batches that change nothing but memory."""
-        settings = self.settings.at(self.done)
-        lengths = lengths_of(responses)
-        whole = (float(lengths.sum()), float((lengths > 0).sum()))
+        """One optimiser step on these responses."""
+        settings = self.settings.at(self.batches_done)
         self.optimizer.zero_grad()
-        loss, scored = 0.0, []
-        for rows in torch.arange(len(responses)).split(settings.micro_batch):
-            batch = collate(
-                [responses[i] for i in rows.tolist()], pad_token=self.pad_token, device=self.device
-            )
-            log_probs, entropy = batch_log_probs(
-                self.model, batch, temperature=settings.temperature, replay_routing=settings.replay_routing
-            )
-            A, mask = advantages[rows].to(self.device), batch.response_mask
-            reference = self.reference_log_probs(batch)
-            part, _ = policy_loss(
-                log_probs,
-                batch.old_log_probs,
-                A,
-                mask,
-                settings.objective,
-                normaliser=whole,
-                ref_log_probs=reference,
-            )
-            part.backward()
-            loss += part.item()
-            every = {
-                "token": batch.input_ids,
-                "log_prob": log_probs.detach(),
-                "old_log_prob": batch.old_log_probs,
-                "advantage": A[:, None].expand_as(mask),
-                "entropy": entropy.detach(),
-            }
-            if reference is not None:
-                every["ref_log_prob"] = reference
-            scored.append({name: x[mask] for name, x in every.items()})
+        loss, scored = self.backward(responses, advantages)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         if not (math.isfinite(loss) and norm.isfinite()):
-            self.stop(update, loss, responses)
+            self.raise_non_finite(update, loss, responses)
         if norm > settings.max_grad_norm:
             # PyTorch's clipping adds 1e-6 to the norm, which may be more than all of the report's gradients
             shrink = settings.max_grad_norm / norm
@@ -214,27 +193,65 @@ class Trainer:
             group["lr"] = settings.learning_rate
         self.optimizer.step()
         self.step += 1
-        joined = {name: torch.cat([part[name] for part in scored]) for name in scored[0]}
-        self.log_update(update, loss, float(norm), joined)
+        self.log_update(update, loss, float(norm), scored)
 
-    @torch.no_grad()
-    def reference_log_probs(self, batch: Batch) -> Tensor | None:
-        """(B, T) under the policy that the run began with, through experts of its own; None if no term needs
-        it."""
-        if self.reference is None:
-            return None
-        return batch_log_probs(self.reference, batch, temperature=self.settings.temperature)[0]
+    def backward(self, responses: list[Response], advantages: Tensor) -> tuple[float, dict[str, Tensor]]:
+        """Add the gradients of the loss, by micro-batches that change only memory.
 
-    def stop(self, update: int, loss: float, responses: list[Response]) -> None:
-        found = describe(
+        Returns:
+            The loss, and (N,) tensors of what `step_metrics` reads about the response tokens.
+        """
+        settings = self.settings.at(self.batches_done)
+        lengths = lengths_of(responses)
+        whole = (float(lengths.sum()), float((lengths > 0).sum()))
+        losses, scored, masks = [], [], []
+        for indices in torch.arange(len(responses)).split(settings.micro_batch):
+            batch = collate(
+                [responses[i] for i in indices.tolist()], pad_token=self.pad_token, device=self.device
+            )
+            log_probs, entropy = batch_log_probs(
+                self.model, batch, replay_routing=settings.replay_routing
+            )
+            A, mask = advantages[indices].to(self.device), batch.response_mask
+            tokens = {
+                "token": batch.input_ids,
+                "log_prob": log_probs.detach(),
+                "old_log_prob": batch.old_log_probs,
+                "advantage": A[:, None].expand_as(mask),
+                "entropy": entropy.detach(),
+            }
+            if self.reference is not None:
+                with torch.no_grad():  # through the reference's own experts
+                    tokens["ref_log_prob"] = batch_log_probs(self.reference, batch)[0]
+            loss = policy_loss(
+                log_probs,
+                batch.old_log_probs,
+                A,
+                mask,
+                settings.objective,
+                normaliser=whole,
+                ref_log_probs=tokens.get("ref_log_prob"),
+            )
+            loss.backward()  # type: ignore[no-untyped-call]
+            losses.append(loss.detach())
+            masks.append(mask)
+            scored.append(tokens)
+        joined = {
+            name: torch.cat([tokens[name][mask] for tokens, mask in zip(scored, masks, strict=True)])
+            for name in scored[0]
+        }
+        # Summed by Python, in float64, after one transfer.
+        return sum(torch.stack(losses).tolist(), 0.0), joined
+
+    def raise_non_finite(self, update: int, loss: float, responses: list[Response]) -> NoReturn:
+        found = locate_non_finite(
             self.model, responses, pad_token=self.pad_token, replay_routing=self.settings.replay_routing
         )
         raise NonFiniteError(
-            f"batch {self.done}, update {update}: loss {loss}, gradient not finite; {found}. No step was "
-            f"made; the last good checkpoint is {newest_checkpoint(self.checkpoints)}"
+            f"batch {self.batches_done}, update {update}: loss {loss}, gradient not finite; {found}. No step "
+            f"was made; the last good checkpoint is {newest_checkpoint(self.checkpoints)}"
         )
 
-    @torch.no_grad()
     def evaluate(self) -> float:
         """Share of held-out problems that the likeliest response solves; the same problems every time."""
         settings = self.settings
@@ -245,92 +262,69 @@ class Trainer:
             count=settings.evaluation_problems,
             held_out_only=True,
         )
-        responses = sample(self.model, self.encode(problems), replace(self.sampling, greedy=True))
-        accuracy = int((self.grade(problems, responses).rewards == 1.0).sum()) / len(problems)
-        self.logs.write("evaluation", self.done, step=self.step, values={"greedy_accuracy": accuracy})
-        tqdm.write(f"batch {self.done}: greedy accuracy {accuracy:.3f} on {len(problems)} held-out problems")
-        return accuracy
+        rewards = self.sample_and_grade(problems, replace(self.sampling, greedy=True)).rewards
+        return int((rewards == 1.0).sum()) / len(problems)
 
     @property
-    def sampling(self) -> Sampling:
+    def sampling(self) -> SamplingParams:
         settings = self.settings
-        return Sampling(
+        return SamplingParams(
             end_tokens=(self.tokenizer.eos_token_id,),
             pad_token=self.pad_token,
             max_new_tokens=self.window.size,
             temperature=settings.temperature,
             repetition_run=settings.repetition_run,
-            record_routing=settings.replay_routing,
+            output_routed_experts=settings.replay_routing,
         )
 
-    def grade(
-        self, problems: list[Problem], responses: list[Response], *, before: Graded | None = None
-    ) -> Graded:
-        """A verifier that raises costs its response, which goes to `unscored.jsonl`, and nothing else. Where
-        a reward stops the run, the responses graded `before` in the batch go there too."""
-        texts = [self.decode(response) for response in responses]
-        reward, unscored = self.settings.format_reward, self.folder / "unscored.jsonl"
-        try:
-            return grade(problems, responses, texts, format_reward=reward, unscored=unscored)
-        except ValueError:
-            if before is not None:
-                keep(before, [self.decode(response) for response in before.responses], unscored)
-            raise
+    @property
+    def unscored(self) -> Path:
+        return self.folder / "unscored.jsonl"
 
-    def encode(self, problems: list[Problem]) -> list[list[int]]:
-        return [self.tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
-
-    def decode(self, response: Response) -> str:
-        """The text without the end token; other special tokens stay, and make an answer wrong."""
-        tokens = response.tokens[:-1] if response.finish == "end" else response.tokens
-        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+    def log_evaluation(self) -> None:
+        accuracy = self.evaluate()
+        values = {"greedy_accuracy": accuracy}
+        self.logs.write("evaluation", self.batches_done, step=self.step, values=values)
+        count = self.settings.evaluation_problems
+        tqdm.write(f"batch {self.batches_done}: greedy accuracy {accuracy:.3f} on {count} held-out problems")
 
     def log_batch(self, drawn: Graded, trained: Graded, seconds: float) -> None:
         values = batch_metrics(drawn) | {"trained": len(trained.responses), "seconds": seconds}
         if drawn.responses:
             values |= self.window.observe(perplexity=values["perplexity"], length_p99=values["length_p99"])
-        self.logs.write("batch", self.done, step=self.step, values=values)
+        self.logs.write("batch", self.batches_done, step=self.step, values=values)
 
     def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
         values = {"update": update, "loss": loss, "grad_norm": norm}
         # Before the first step of a batch, training and rollout are the same policy.
-        objective = self.settings.at(self.done).objective
+        objective = self.settings.at(self.batches_done).objective
         values |= step_metrics(scored, objective, on_policy=update == 0)
-        self.logs.write("update", self.done, step=self.step, values=values)
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
+        self.logs.write("update", self.batches_done, step=self.step, values=values)
 
     def save(self) -> Path:
         window = {"stage": self.window.stage, "perplexities": self.window.perplexities}
         return save_checkpoint(
             self.checkpoints,
-            self.done,
+            self.batches_done,
             model=self.model,
             tokenizer=self.tokenizer,
             optimizer=self.optimizer,
-            state={"done": self.done, "step": self.step, "window": window},
+            state={"done": self.batches_done, "step": self.step, "window": window},
         )
 
     def resume(self) -> None:
-        """Go on from the folder's last checkpoint, if it has one.
+        """Open the run's folder and continue from its last checkpoint, if it has one.
 
         Raises:
-            ValueError: the folder holds a run with other settings (more batches, or another pace of saving,
+            ValueError: the folder holds a run with other settings (more batches, or saving at other times,
                 is fine).
         """
-        self.folder.mkdir(parents=True, exist_ok=True)
         free = ("batches", "save_every", "tensorboard", "output")
-        wanted = json.loads(json.dumps({k: v for k, v in asdict(self.settings).items() if k not in free}))
-        record = self.folder / "settings.json"
-        if record.exists() and (was := json.loads(record.read_text())) != wanted:
-            changed = sorted(name for name in wanted if was.get(name) != wanted[name])
-            raise ValueError(
-                f"{self.folder} holds a run with another {' and '.join(changed)}; choose another output"
-            )
-        replace_text(record, json.dumps(wanted, indent=1))
-        if place := newest_checkpoint(self.checkpoints):
-            state = load_checkpoint(place, model=self.model, optimizer=self.optimizer)
-            self.done, self.step = state["done"], state["step"]
+        record_settings(self.folder, {k: v for k, v in asdict(self.settings).items() if k not in free})
+        if checkpoint := newest_checkpoint(self.checkpoints):
+            state = load_checkpoint(checkpoint, model=self.model, optimizer=self.optimizer)
+            self.batches_done, self.step = state["done"], state["step"]
             self.window = replace(self.window, **state["window"])
+        self.logs = Logs(
+            self.folder, first=self.batches_done, step=self.step, tensorboard=self.settings.tensorboard
+        )

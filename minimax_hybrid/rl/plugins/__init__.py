@@ -1,1 +1,1 @@
-"""The policy inside other trainers, one file for each."""
+"""The objective inside other trainers, one file for each."""

@@ -17,8 +17,7 @@ def grpo_settings(objective: Objective) -> dict[str, Any]:
         GRPOConfig(**grpo_settings(CISPO(ratio_max=5.0)), learning_rate=..., ...)
 
     TRL samples a generation batch once and takes `steps_per_generation / gradient_accumulation_steps`
-    optimiser
-    steps on it: the report's 16 updates are `steps_per_generation=16` without accumulation.
+    optimiser steps on it: the report's 16 updates are `steps_per_generation=16` without accumulation.
 
     Raises:
         ValueError: a setting that TRL has no place for.

@@ -18,7 +18,7 @@ from torch import Tensor
 from verl.trainer.ppo.core_algos import register_policy_loss
 from verl.workers.config import ActorConfig
 
-from ..objective import Objective, policy_loss
+from ..objective import Objective, policy_loss, policy_metrics
 
 # verl's name for each of our two means, and the count over the whole batch that verl hands over for it.
 MEANS = {0.0: ("token-mean", "batch_num_tokens"), 1.0: ("seq-mean-token-mean", "global_batch_size")}
@@ -62,12 +62,6 @@ def register(name: str, objective: Objective) -> None:
             raise ValueError(f"{count} of the whole batch is needed with {ranks} data-parallel ranks")
         if rollout_is_weights is not None:
             advantages = advantages * rollout_is_weights
-        value, metrics = policy_loss(
-            log_prob,
-            old_log_prob,
-            advantages,
-            response_mask,
-            objective,
-            normaliser=N if N is None else float(N),
-        )
-        return value * ranks, {f"actor/{key}": number for key, number in metrics.items()}
+        tokens = (log_prob, old_log_prob, advantages, response_mask, objective)
+        value = policy_loss(*tokens, normaliser=None if N is None else float(N))
+        return value * ranks, {f"actor/{name}": number for name, number in policy_metrics(*tokens).items()}
