@@ -22,7 +22,7 @@ from minimax_hybrid.cache import LightningCacheLayer
 from minimax_hybrid.experts import MixtureOfExperts, Router
 from minimax_hybrid.layers import RMSNorm
 from minimax_hybrid.lightning_attention import LightningAttention, layer_log_decay
-from minimax_hybrid.rl.agreement import agreement
+from minimax_hybrid.rl.diagnostics import agreement
 from minimax_hybrid.sequences import Sequences
 from minimax_hybrid.softmax_attention import SoftmaxAttention
 

@@ -243,9 +243,12 @@ def _cost(args: argparse.Namespace) -> int:
 
 
 def _train(args: argparse.Namespace) -> int:
+    from transformers.utils import logging
+
     from .rl.trainer import train_from_file
 
     _quiet_transformers()
+    logging.disable_progress_bar()  # the trainer's own bar is enough
     print(f"the last checkpoint is {train_from_file(args.settings)}", file=sys.stderr)
     return 0
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 from minimax_hybrid.rl.objective import CISPO
-from minimax_hybrid.rl.settings import Settings
+from minimax_hybrid.rl.settings import TrainSettings
 from minimax_hybrid.rl.tasks import Problem
 
 
@@ -15,8 +15,8 @@ def say_a(rng: random.Random, difficulty: int) -> Problem:
     return Problem(prompt, lambda text: text.replace(" ", "").count("a") / max(1, len(text.replace(" ", ""))))
 
 
-def settings(folder: Path, **changes: object) -> Settings:
-    plain = Settings(
+def settings(folder: Path, **changes: object) -> TrainSettings:
+    plain = TrainSettings(
         model="unused",
         output=str(folder),
         task="toy:say_a",

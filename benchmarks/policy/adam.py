@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from benchmarks.policy.addition import SETTINGS
 from benchmarks.policy.records import FIGURES, Row, each, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM
-from minimax_hybrid.rl.logs import read_log
+from minimax_hybrid.rl.run_folder import read_log
 from minimax_hybrid.rl.settings import read_settings
 from minimax_hybrid.rl.trainer import Trainer, find_task
 from minimax_hybrid.text import DEMO

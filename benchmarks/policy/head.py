@@ -21,9 +21,9 @@ from transformers import AutoTokenizer
 from benchmarks.policy.records import FIGURES, Row, read_rows, write_rows
 from minimax_hybrid import MiniMaxM1ForCausalLM, lightning_memory
 from minimax_hybrid.compat import CACHE_NAME
-from minimax_hybrid.rl.agreement import agreement
 from minimax_hybrid.rl.batches import Batch, collate
-from minimax_hybrid.rl.rollout import Sampling, sample
+from minimax_hybrid.rl.diagnostics import agreement
+from minimax_hybrid.rl.rollout import SamplingParams, sample
 from minimax_hybrid.rl.tasks import addition, draw
 from minimax_hybrid.text import DEMO
 
@@ -50,11 +50,11 @@ def measure(folder: str, *, rows: int, tokens: int) -> Iterator[Row]:
     problems = draw(addition, rng, difficulty=3, count=rows)
     texts = [OPENINGS[i % len(OPENINGS)] if i % 3 else problems[i].prompt for i in range(rows)]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    sampling = Sampling(
+    sampling = SamplingParams(
         end_tokens=(tokenizer.eos_token_id,),
         pad_token=tokenizer.pad_token_id,
         max_new_tokens=tokens,
-        record_routing=True,
+        output_routed_experts=True,
     )
     for dtype in (torch.float32, torch.bfloat16):
         for head in ("float32", "bfloat16") if dtype == torch.bfloat16 else ("float32",):

@@ -1,4 +1,4 @@
-"""What the log says about a batch and an optimiser step, and where a gradient that is not finite came from."""
+"""What the log says about a batch and an optimiser step, and where a non-finite gradient came from."""
 
 import math
 from collections import Counter

@@ -102,7 +102,7 @@ def grade(
 
 
 def append_unscored(graded: Graded, path: Path) -> None:
-    """Append responses that will not be trained on, with the rewards they had, to the file of the unscored."""
+    """Append responses that will not be trained on, with the rewards they had, to `unscored.jsonl`."""
     entries = zip(graded.responses, graded.texts, graded.rewards.tolist(), strict=True)
     _append(path, [{"text": text, "reward": reward, **_fields(r)} for r, text, reward in entries])
 

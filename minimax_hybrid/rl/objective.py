@@ -66,7 +66,7 @@ def CISPO(*, ratio_max: float, ratio_min: float = 0.0, sample_share: float = 0.0
 
 
 def DAPO(*, trust_min: float = 0.8, trust_max: float = 1.28, sample_share: float = 0.0) -> Objective:
-    """PPO's trust region with the upper bound of Yu et al. 2025 (eps 0.2 and 0.28), mean over tokens."""
+    """PPO's trust region with the bound of Yu et al. 2025 (eps 0.2 and 0.28), mean over tokens."""
     return Objective(trust_min=trust_min, trust_max=trust_max, sample_share=sample_share)
 
 
@@ -80,7 +80,7 @@ def GRPO(
 
 
 def REINFORCE(*, sample_share: float = 0.0) -> Objective:
-    """The ratio as weight, no token dropped: CISPO without a bound. sample_share=1 is equation 3's 1/|o_i|."""
+    """The ratio as weight, no token dropped: CISPO without a bound. sample_share=1 is equation 3."""
     return Objective(sample_share=sample_share)
 
 

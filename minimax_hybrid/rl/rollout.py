@@ -114,7 +114,9 @@ def _decode(
             output_router_logits=sampling.output_routed_experts,
         )
         cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
-        experts = _chosen_experts(out.router_logits, step_ids, model) if sampling.output_routed_experts else None
+        experts = (
+            _chosen_experts(out.router_logits, step_ids, model) if sampling.output_routed_experts else None
+        )
         if step == 0 and num_generations > 1:
             # a prompt is computed once for all its responses
             cache.batch_repeat_interleave(num_generations)

@@ -1,4 +1,4 @@
-"""The folder of a run: `settings.json`, `log.jsonl` and `checkpoints/`, which a kill at any moment cannot spoil.
+"""The folder of a run: settings, log and checkpoints, which a kill at any moment cannot spoil.
 
 A file is written whole or not at all, and a log that a kill cut short is cut back to the last checkpoint. A
 checkpoint is a folder, written under another name and renamed when it is complete. It holds the model under
@@ -108,9 +108,7 @@ def load_checkpoint(checkpoint: Path, *, model: PreTrainedModel, optimizer: Opti
     device = next(model.parameters()).device
     saved = type(model).from_pretrained(checkpoint, dtype=torch.float32)
     model.load_state_dict(saved.state_dict())
-    optimizer.load_state_dict(
-        torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True)
-    )
+    optimizer.load_state_dict(torch.load(checkpoint / "optimizer.pt", map_location=device, weights_only=True))
     return json.loads((checkpoint / "trainer.json").read_text())
 
 

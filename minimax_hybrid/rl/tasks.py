@@ -71,14 +71,16 @@ def cipher(rng: random.Random, length: int) -> Problem:
 def sudoku(rng: random.Random, blanks: int) -> Problem:
     """`1.34/34.2/2143/4321=` -> the grid filled in: 1 to 4 once in each row, column and quarter.
 
-    The difficulty is the number of blanks. The verifier checks the rules and the clues, not one stored solution:
-    with many blanks there are several.
+    The difficulty is the number of blanks. The verifier checks the rules and the clues, not one stored
+    solution: with many blanks there are several.
     """
     _check_difficulty("blanks", blanks, 1, 16)
     grid = _solved_grid(rng)
     hidden = set(rng.sample(range(16), blanks))
     clues = ["." if i in hidden else grid[i] for i in range(16)]
-    return Problem(f"{_grid_text(clues)}=", lambda r: _solves(r, clues), r"[1-4]{4}(/[1-4]{4}){3}", _grid_text(grid))
+    return Problem(
+        f"{_grid_text(clues)}=", lambda r: _solves(r, clues), r"[1-4]{4}(/[1-4]{4}){3}", _grid_text(grid)
+    )
 
 
 TASKS: dict[str, Callable[[random.Random, int], Problem]] = {

@@ -209,9 +209,7 @@ class Trainer:
             batch = collate(
                 [responses[i] for i in indices.tolist()], pad_token=self.pad_token, device=self.device
             )
-            log_probs, entropy = batch_log_probs(
-                self.model, batch, replay_routing=settings.replay_routing
-            )
+            log_probs, entropy = batch_log_probs(self.model, batch, replay_routing=settings.replay_routing)
             A, mask = advantages[indices].to(self.device), batch.response_mask
             tokens = {
                 "token": batch.input_ids,
@@ -232,7 +230,7 @@ class Trainer:
                 normaliser=whole,
                 ref_log_probs=tokens.get("ref_log_prob"),
             )
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             losses.append(loss.detach())
             masks.append(mask)
             scored.append(tokens)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from minimax_hybrid.rl.advantages import (
     clip_rewards,
     group_advantages,
-    informative,
+    has_reward_spread,
     length_bias,
     overlong_penalty,
 )
@@ -34,7 +34,7 @@ def test_a_group_without_spread_gives_exactly_zero(dtype: torch.dtype) -> None:
         values = torch.tensor(rewards, dtype=dtype)
         ids = torch.zeros(len(rewards), dtype=torch.long)
         assert (group_advantages(values, ids) == 0).all()
-        assert not informative(values, ids).any()
+        assert not has_reward_spread(values, ids).any()
     rounded = torch.tensor([0.3, 0.1], dtype=torch.float32)
     noisy = torch.stack([rounded[0], rounded[1] + torch.tensor(0.2), rounded[0] * 3 / 3])
     assert (group_advantages(noisy, torch.zeros(3, dtype=torch.long)) == 0).all()
@@ -49,13 +49,13 @@ def test_integer_and_bool_rewards_count() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_rewards_that_are_not_finite_are_named_by_row(bad: float) -> None:
+def test_rewards_that_are_not_finite_are_named_by_response(bad: float) -> None:
     rewards = torch.tensor([0.0, bad, 1.0, bad])
     for run in (
         lambda: group_advantages(rewards, torch.zeros(4, dtype=torch.long)),
         lambda: clip_rewards(rewards, low=0, high=1),
     ):
-        with pytest.raises(ValueError, match="rows 1, 3 are not finite"):
+        with pytest.raises(ValueError, match="responses 1, 3 are not finite"):
             run()
 
 
@@ -95,7 +95,7 @@ def test_scale_and_shift_of_a_groups_rewards_do_not_matter(seed: int, scale: flo
 def test_dynamic_sampling_keeps_groups_with_spread() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
     ids = torch.tensor([0, 1, 0, 2, 1, 2])
-    assert informative(rewards, ids).tolist() == [False, False, False, True, False, True]
+    assert has_reward_spread(rewards, ids).tolist() == [False, False, False, True, False, True]
 
 
 def test_the_overlong_penalty_ramps_to_minus_one() -> None:

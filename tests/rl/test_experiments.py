@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.policy import adam, addition, head, objectives, page, records
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
+from minimax_hybrid.rl.objective import DAPO
 from minimax_hybrid.rl.settings import read_settings
 from minimax_hybrid.rl.tasks import Problem
 
@@ -55,12 +56,14 @@ def test_the_settings_that_the_readme_names_are_read() -> None:
     assert read_settings(addition.SETTINGS).objective.ratio_max == 5.0
 
 
+def some_reward(rng: random.Random, digits: int) -> Problem:
+    """One that a model which knows nothing earns half of the time."""
+    return Problem(f"{rng.randrange(10)}+1=", lambda text: float(sum(map(ord, text)) % 2))
+
+
 def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = addition.run(folder, seed=3)
     assert [row["batch"] for row in rows if "greedy" in row] == [0, 1]
-
-    def some_reward(rng: random.Random, digits: int) -> Problem:
-        return Problem(f"{rng.randrange(10)}+1=", lambda text: float(sum(map(ord, text)) % 2))
 
     monkeypatch.setattr(adam, "find_task", lambda name: some_reward)
     median = {}
@@ -71,16 +74,21 @@ def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.Mon
     assert median[1.0] - median[1e-10] == 10  # a bin is a decade
 
 
-def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:
+def test_objectives_run_and_count_dropped_tokens(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = MiniMaxM1ForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     steps = objectives.supervised(model, tokenizer, random.Random(0), digits=1, steps=10, says_wait=0.5)
     losses = list(steps)
     assert losses[-1] < losses[0]
+    easy = dataclasses.replace(objectives.COMPARISONS["recheck"], task=some_reward)
+    monkeypatch.setitem(objectives.COMPARISONS, "recheck", easy)
+    monkeypatch.setitem(objectives.OBJECTIVES, "dapo", DAPO(trust_min=1.0, trust_max=1.0))
     rows = objectives.run("recheck", "dapo", 0, start=Path(folder), batches=1)
     assert rows[0]["batch"] == 0
     counts = rows[-1]["dropped_and_seen_by_token"]
-    assert all(0 <= gone <= seen for gone, seen in counts.values())
+    dropped, seen = (sum(pair[i] for pair in counts.values()) for i in (0, 1))
+    assert dropped / seen == pytest.approx(rows[0]["dropped"])
+    assert 0 < dropped < seen
 
 
 def test_a_right_answer_after_wait_earns_most() -> None:

@@ -4,12 +4,14 @@ test_objective_laws."""
 import ast
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from minimax_hybrid.rl import objective as objective_module
-from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO, REINFORCE, Objective, policy_loss
+from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO, REINFORCE, Objective, policy_loss, policy_metrics
 
 METRICS = {
     "tokens",
@@ -27,11 +29,18 @@ METRICS = {
 }
 
 
+def loss_and_metrics(
+    *tokens: Any, ref_log_probs: Tensor | None = None, entropy: Tensor | None = None, **options: Any
+) -> tuple[Tensor, dict[str, float]]:
+    loss = policy_loss(*tokens, ref_log_probs=ref_log_probs, **options)
+    return loss, policy_metrics(*tokens, ref_log_probs=ref_log_probs, entropy=entropy)
+
+
 def one_token(ratio: float, advantage: float, objective: Objective) -> tuple[float, float, dict[str, float]]:
     """Loss, its derivative by log pi, and the metrics of a single token."""
     log_probs = torch.tensor([[-1.5]], requires_grad=True)
     old = log_probs.detach() - math.log(ratio)
-    loss, metrics = policy_loss(log_probs, old, torch.tensor([advantage]), torch.ones(1, 1), objective)
+    loss, metrics = loss_and_metrics(log_probs, old, torch.tensor([advantage]), torch.ones(1, 1), objective)
     loss.backward()
     return loss.item(), log_probs.grad.item(), metrics
 
@@ -78,7 +87,7 @@ def losses(objective: Objective, **options: object) -> float:
     """Two responses of 1 and 3 tokens whose tokens' losses are 1 and 3."""
     log_probs = torch.tensor([[-1.0, -9.0, -9.0], [-3.0, -3.0, -3.0]])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1]])
-    return policy_loss(log_probs, log_probs, torch.ones(2), mask, objective, **options)[0].item()
+    return policy_loss(log_probs, log_probs, torch.ones(2), mask, objective, **options).item()
 
 
 def test_each_mean_is_the_one_it_is_named_for() -> None:
@@ -104,7 +113,7 @@ def test_micro_batches_with_one_normaliser_give_the_whole_batch() -> None:
         torch.tensor([[True, False]]),
         CISPO(ratio_max=5.0),
         normaliser=4,
-    )[0]
+    )
     second = policy_loss(
         torch.full((1, 3), -3.0),
         torch.full((1, 3), -3.0),
@@ -112,7 +121,7 @@ def test_micro_batches_with_one_normaliser_give_the_whole_batch() -> None:
         torch.ones(1, 3),
         CISPO(ratio_max=5.0),
         normaliser=4,
-    )[0]
+    )
     assert (first + second).item() == pytest.approx(2.5)
 
 
@@ -124,7 +133,7 @@ def test_what_the_mask_hides_leaks_nowhere(hidden: float) -> None:
     mask = torch.tensor([[1, 0], [0, 0], [1, 1]])
     for objective in (CISPO(ratio_max=2.0), DAPO(), GRPO(kl_coefficient=0.1), REINFORCE()):
         log_probs.grad = None
-        loss, metrics = policy_loss(
+        loss, metrics = loss_and_metrics(
             log_probs, old, advantages, mask, objective, ref_log_probs=old, entropy=log_probs.detach()
         )
         loss.backward()
@@ -143,7 +152,7 @@ def test_a_batch_hidden_whole_gives_zero_with_a_graph(shape: tuple[int, int]) ->
             {"normaliser": (0.0, 0.0)},
         ):
             log_probs = torch.full(shape, math.nan, requires_grad=True)
-            loss, metrics = policy_loss(
+            loss, metrics = loss_and_metrics(
                 log_probs, log_probs.detach(), torch.ones(shape[0]), torch.zeros(shape), objective, **options
             )
             loss.backward()
@@ -152,7 +161,7 @@ def test_a_batch_hidden_whole_gives_zero_with_a_graph(shape: tuple[int, int]) ->
             assert all(math.isfinite(value) for value in metrics.values())
 
 
-def test_a_row_hidden_whole_leaves_the_loss_of_the_other() -> None:
+def test_a_response_hidden_whole_leaves_the_loss_of_the_other() -> None:
     log_probs = torch.tensor([[-1.0, -2.0], [-5.0, -5.0]])
     for objective in (CISPO(ratio_max=2.0), GRPO()):
         both = policy_loss(
@@ -162,8 +171,8 @@ def test_a_row_hidden_whole_leaves_the_loss_of_the_other() -> None:
             torch.tensor([[1, 1], [0, 0]]),
             objective,
             group_ids=torch.tensor([0, 1]),
-        )[0]
-        alone = policy_loss(log_probs[:1], log_probs[:1], torch.ones(1), torch.ones(1, 2), objective)[0]
+        )
+        alone = policy_loss(log_probs[:1], log_probs[:1], torch.ones(1), torch.ones(1, 2), objective)
         assert both == alone
 
 
@@ -172,7 +181,7 @@ def test_log_ratios_cannot_overflow() -> None:
     old = torch.tensor([[-1e4, 0.0, -math.inf]])
     for advantage in (1.0, -1.0):
         for objective in (REINFORCE(), GRPO(kl_coefficient=1.0), CISPO(ratio_max=5.0)):
-            loss, metrics = policy_loss(
+            loss, metrics = loss_and_metrics(
                 log_probs, old, torch.tensor([advantage]), torch.ones(1, 3), objective, ref_log_probs=old
             )
             (gradient,) = torch.autograd.grad(loss, log_probs)
@@ -184,7 +193,7 @@ def test_log_ratios_cannot_overflow() -> None:
 def test_half_precision_inputs_are_computed_in_float32() -> None:
     log_probs = torch.tensor([[-1.0, -1.0078125]], dtype=torch.bfloat16, requires_grad=True)
     old = torch.tensor([[-1.001, -1.0]])
-    loss, metrics = policy_loss(log_probs, old, torch.ones(1), torch.ones(1, 2), REINFORCE())
+    loss, metrics = loss_and_metrics(log_probs, old, torch.ones(1), torch.ones(1, 2), REINFORCE())
     assert loss.dtype == torch.float32
     assert metrics["ratio_largest"] == pytest.approx(math.exp(0.001), rel=1e-5)
     assert metrics["ratio_smallest"] == pytest.approx(math.exp(-0.0078125), rel=1e-5)
@@ -197,7 +206,7 @@ def test_metrics_count_what_they_say() -> None:
     advantages = torch.tensor([1.0, -1.0])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     entropy = torch.full((2, 4), 0.5)
-    _, dapo = policy_loss(log_probs, old, advantages, mask, DAPO(), entropy=entropy)
+    dapo = policy_metrics(log_probs, old, advantages, mask, DAPO(), entropy=entropy)
     assert set(dapo) == METRICS | {"entropy"}
     assert dapo["tokens"] == 7
     assert dapo["clipped_positive"] == pytest.approx(1 / 4)  # the 2.0
@@ -210,7 +219,7 @@ def test_metrics_count_what_they_say() -> None:
     assert dapo["ratio_p50"] == pytest.approx(1.0)
     expected = (ratios - 1 - log_probs)[mask.bool()].mean().item()
     assert dapo["approx_kl"] == pytest.approx(expected, rel=1e-5)
-    _, cispo = policy_loss(log_probs, old, advantages, mask, CISPO(ratio_max=1.5))
+    cispo = policy_metrics(log_probs, old, advantages, mask, CISPO(ratio_max=1.5))
     assert cispo["clipped_positive"] == pytest.approx(1 / 4)
     assert cispo["clipped_negative"] == pytest.approx(1 / 3)
     assert cispo["dropped"] == 0
@@ -219,7 +228,7 @@ def test_metrics_count_what_they_say() -> None:
 def test_the_kl_term_pulls_towards_the_reference() -> None:
     log_probs = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     reference = torch.tensor([[-1.5, -1.0]])
-    loss, metrics = policy_loss(
+    loss, metrics = loss_and_metrics(
         log_probs,
         log_probs.detach(),
         torch.zeros(1),
@@ -236,21 +245,21 @@ def test_the_kl_term_pulls_towards_the_reference() -> None:
 
 
 def test_bad_input_is_named() -> None:
-    x, rows = torch.zeros(2, 3), torch.zeros(2)
+    x, A = torch.zeros(2, 3), torch.zeros(2)
     call = policy_loss
     cases = [
-        ("old_log_probs has shape \\(2, 4\\)", lambda: call(x, torch.zeros(2, 4), rows, x, DAPO())),
-        ("mask has shape", lambda: call(x, x, rows, torch.ones(2), DAPO())),
+        ("old_log_probs has shape \\(2, 4\\)", lambda: call(x, torch.zeros(2, 4), A, x, DAPO())),
+        ("mask has shape", lambda: call(x, x, A, torch.ones(2), DAPO())),
         ("advantages must be \\(2,\\) or \\(2, 3\\)", lambda: call(x, x, torch.zeros(3), x, DAPO())),
-        ("group_ids must be \\(2,\\)", lambda: call(x, x, rows, x, DAPO(), group_ids=torch.zeros(3))),
-        ("0 and 1 only", lambda: call(x, x, rows, x + 0.5, DAPO())),
-        ("normaliser must be a positive", lambda: call(x, x, rows, x + 1, DAPO(), normaliser=0)),
-        ("normaliser must be a positive", lambda: call(x, x, rows, x + 1, DAPO(), normaliser=math.nan)),
-        ("give normaliser=", lambda: call(x, x, rows, x + 1, DAPO(sample_share=0.5), normaliser=4)),
-        ("give ref_log_probs", lambda: call(x, x, rows, x, GRPO(kl_coefficient=0.1))),
-        ("entropy has shape", lambda: call(x, x, rows, x, DAPO(), entropy=rows)),
-        ("must be \\(B, T\\)", lambda: call(rows, rows, rows, rows, DAPO())),
-        ("floating point", lambda: call(x.long(), x, rows, x, DAPO())),
+        ("group_ids must be \\(2,\\)", lambda: call(x, x, A, x, DAPO(), group_ids=torch.zeros(3))),
+        ("0 and 1 only", lambda: call(x, x, A, x + 0.5, DAPO())),
+        ("normaliser must be a positive", lambda: call(x, x, A, x + 1, DAPO(), normaliser=0)),
+        ("normaliser must be a positive", lambda: call(x, x, A, x + 1, DAPO(), normaliser=math.nan)),
+        ("give normaliser=", lambda: call(x, x, A, x + 1, DAPO(sample_share=0.5), normaliser=4)),
+        ("give ref_log_probs", lambda: call(x, x, A, x, GRPO(kl_coefficient=0.1))),
+        ("entropy has shape", lambda: policy_metrics(x, x, A, x, DAPO(), entropy=A)),
+        ("must be \\(B, T\\)", lambda: call(A, A, A, A, DAPO())),
+        ("floating point", lambda: call(x.long(), x, A, x, DAPO())),
         ("sample_share must lie", lambda: DAPO(sample_share=2.0)),
         ("kl_coefficient must be", lambda: GRPO(kl_coefficient=-1.0)),
     ]
@@ -268,4 +277,4 @@ def test_objective_and_advantages_import_torch_only() -> None:
                 imported |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 imported.add("." * node.level + (node.module or "").split(".")[0])
-        assert imported <= {"torch", "math", "dataclasses"}, name
+        assert imported <= {"torch", "math", "dataclasses", "typing"}, name

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.batches import Response, batch_log_probs, collate
-from minimax_hybrid.rl.rollout import Sampling, sample
+from minimax_hybrid.rl.rollout import SamplingParams, sample
 
 PAD, END = 0, 1
-SAMPLING = Sampling(end_tokens=(END,), pad_token=PAD, max_new_tokens=32)
+SAMPLING = SamplingParams(end_tokens=(END,), pad_token=PAD, max_new_tokens=32)
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12], [3, 4]]
 
 
@@ -27,12 +27,24 @@ def model() -> MiniMaxM1ForCausalLM:
     )
 
 
-def draw(model: MiniMaxM1ForCausalLM, sampling: Sampling = SAMPLING, copies: int = 4) -> list[Response]:
-    return sample(model, PROMPTS, sampling, copies=copies, generator=torch.Generator().manual_seed(0))
+def draw(
+    model: MiniMaxM1ForCausalLM, sampling: SamplingParams = SAMPLING, num_generations: int = 4
+) -> list[Response]:
+    return sample(
+        model, PROMPTS, sampling, num_generations=num_generations, generator=torch.Generator().manual_seed(0)
+    )
+
+
+def tokens_of(responses: list[Response]) -> list[list[int]]:
+    return [response.tokens.tolist() for response in responses]
+
+
+def response(prompt: list[int], tokens: list[int], log_probs: list[float]) -> Response:
+    return Response(prompt, torch.tensor(tokens, dtype=torch.long), torch.tensor(log_probs), "length")
 
 
 class Scripted(torch.nn.Module):
-    """A "model" whose every distribution is given: step t puts `probabilities[row][t]` on token 2."""
+    """A "model" whose every distribution is given: step t puts `probabilities[i][t]` on token 2."""
 
     def __init__(self, probabilities: list[list[float]]):
         super().__init__()
@@ -50,7 +62,7 @@ class Scripted(torch.nn.Module):
         return type("Output", (dict,), {"logits": logits[:, None].clamp(min=-1e4)})(output)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """It is its own cache: go on with these rows."""
+        """It is its own cache: keep these sequences."""
         self.scripts = self.scripts[indices]
 
 
@@ -58,7 +70,7 @@ class Scripted(torch.nn.Module):
 def test_rollout_and_training_agree_on_every_token(model: MiniMaxM1ForCausalLM, temperature: float) -> None:
     responses = draw(model, dataclasses.replace(SAMPLING, temperature=temperature))
     batch = collate(responses, pad_token=PAD)
-    log_probs, entropy = batch_log_probs(model, batch, temperature=temperature)
+    log_probs, entropy = batch_log_probs(model, batch)
     gap = (log_probs - batch.old_log_probs)[batch.response_mask].abs().max().item()
     assert gap < 1e-5
     assert (batch.old_log_probs[batch.response_mask] < 0).all()
@@ -66,20 +78,21 @@ def test_rollout_and_training_agree_on_every_token(model: MiniMaxM1ForCausalLM, 
 
 
 def test_training_agrees_in_every_layout(model: MiniMaxM1ForCausalLM) -> None:
-    responses = draw(model, copies=2)
-    rows = [torch.tensor(r.prompt + r.tokens) for r in responses]
-    drawn = torch.cat([torch.tensor(r.log_probs) for r in responses])
+    responses = draw(model, num_generations=2)
+    sequences = [torch.cat([torch.tensor(r.prompt), r.tokens]) for r in responses]
+    drawn = torch.cat([r.log_probs for r in responses])
 
-    T = max(map(len, rows))
-    left = torch.stack([torch.nn.functional.pad(row, (T - len(row), 0), value=PAD) for row in rows])
-    mask = torch.stack([torch.arange(T) >= T - len(row) for row in rows]).long()
+    T = max(map(len, sequences))
+    left = torch.stack([torch.nn.functional.pad(ids, (T - len(ids), 0), value=PAD) for ids in sequences])
+    mask = torch.stack([torch.arange(T) >= T - len(ids) for ids in sequences]).long()
     padded = model.log_probs(left, attention_mask=mask)
     scored = [x[-len(r.tokens) :] for x, r in zip(padded, responses, strict=True)]
     assert (torch.cat(scored) - drawn).abs().max() < 1e-4
 
-    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = model.log_probs(torch.cat(rows)[None], position_ids=positions)[0].split([len(r) for r in rows])
-    scored = [x[-len(r.tokens) :] for x, r in zip(packed, responses, strict=True)]
+    positions = torch.cat([torch.arange(len(ids)) for ids in sequences])[None]
+    packed = model.log_probs(torch.cat(sequences)[None], position_ids=positions)[0]
+    split = packed.split([len(ids) for ids in sequences])
+    scored = [x[-len(r.tokens) :] for x, r in zip(split, responses, strict=True)]
     assert (torch.cat(scored) - drawn).abs().max() < 1e-4
 
 
@@ -88,9 +101,9 @@ def test_the_recorded_log_probability_is_at_the_temperature_and_over_everything(
     scripted.forward = lambda **options: type(
         "Output", (dict,), {"logits": torch.tensor([[[2.0, 1.0, 0.0]]])}
     )(cache=None, past_key_values=None)
-    sampling = Sampling(end_tokens=(0,), pad_token=1, max_new_tokens=1, temperature=0.5, greedy=True)
+    sampling = SamplingParams(end_tokens=(0,), pad_token=1, max_new_tokens=1, temperature=0.5, greedy=True)
     (response,) = sample(scripted, [[2]], sampling)
-    assert response.tokens == [0]
+    assert response.tokens.tolist() == [0]
     # Token 1 is the padding and cannot be drawn; the distribution recorded is the model's own all the same.
     assert response.log_probs[0] == pytest.approx(-0.142932, abs=1e-6)
 
@@ -103,52 +116,52 @@ def test_what_generate_is_set_to_does_not_reach_a_rollout() -> None:
     for name, value in (("do_sample", True), ("top_k", 1), ("top_p", 0.1), ("temperature", 0.1)):
         setattr(net.generation_config, name, value)
     again = draw(net)
-    assert [r.tokens for r in again] == [r.tokens for r in free]
-    assert [r.log_probs for r in again] == [r.log_probs for r in free]
+    assert tokens_of(again) == tokens_of(free)
+    assert [r.log_probs.tolist() for r in again] == [r.log_probs.tolist() for r in free]
 
 
-def test_groups_are_neighbours_and_every_row_ends_for_a_reason(model: MiniMaxM1ForCausalLM) -> None:
+def test_groups_are_neighbours_and_every_response_ends_for_a_reason(model: MiniMaxM1ForCausalLM) -> None:
     responses = draw(model)
     assert [r.group for r in responses] == [0] * 4 + [1] * 4
     assert [r.prompt for r in responses] == [PROMPTS[0]] * 4 + [PROMPTS[1]] * 4
     for r in responses:
-        assert r.finish == ("end" if r.tokens[-1] == END else "length")
+        assert r.finish_reason == ("end" if r.tokens[-1] == END else "length")
         assert END not in r.tokens[:-1]
-        assert len(r.tokens) == 32 or r.finish == "end"
-    assert {r.finish for r in responses} == {"end", "length"}
+        assert len(r.tokens) == 32 or r.finish_reason == "end"
+    assert {r.finish_reason for r in responses} == {"end", "length"}
 
 
 def test_the_padding_token_is_never_drawn_unless_it_ends_the_text(model: MiniMaxM1ForCausalLM) -> None:
-    assert all(PAD not in r.tokens for r in draw(model, copies=16))
-    as_end = draw(model, dataclasses.replace(SAMPLING, end_tokens=(PAD,)), copies=16)
+    assert all(PAD not in r.tokens for r in draw(model, num_generations=16))
+    as_end = draw(model, dataclasses.replace(SAMPLING, end_tokens=(PAD,)), num_generations=16)
     assert any(r.tokens[-1] == PAD for r in as_end)
     assert all(PAD not in r.tokens[:-1] for r in as_end)
 
 
-def test_rows_that_ended_are_left_out_and_change_nothing(model: MiniMaxM1ForCausalLM) -> None:
-    """Most rows end early here, so the cache is narrowed several times."""
-    ends = dataclasses.replace(SAMPLING, end_tokens=tuple(range(1, 9)), record_routing=True)
-    responses = draw(model, ends, copies=12)
+def test_responses_that_ended_are_left_out_and_change_nothing(model: MiniMaxM1ForCausalLM) -> None:
+    """Most responses end early here, so the cache is narrowed several times."""
+    ends = dataclasses.replace(SAMPLING, end_tokens=tuple(range(1, 9)), output_routed_experts=True)
+    responses = draw(model, ends, num_generations=12)
     lengths = sorted(len(r.tokens) for r in responses)
     assert lengths[12] <= 3 and lengths[-1] > 6
     batch = collate(responses, pad_token=PAD)
     for replay in (False, True):
-        log_probs, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=replay)
+        log_probs, _ = batch_log_probs(model, batch, replay_routing=replay)
         assert (log_probs - batch.old_log_probs)[batch.response_mask].abs().max() < 1e-5
 
 
-def test_a_row_does_not_depend_on_its_neighbours(model: MiniMaxM1ForCausalLM) -> None:
+def test_a_response_does_not_depend_on_its_neighbours(model: MiniMaxM1ForCausalLM) -> None:
     greedy = dataclasses.replace(SAMPLING, greedy=True, end_tokens=(END,))
     together = sample(model, PROMPTS, greedy)
     alone = [sample(model, [prompt], greedy)[0] for prompt in PROMPTS]
-    assert [r.tokens for r in together] == [r.tokens for r in alone]
+    assert tokens_of(together) == tokens_of(alone)
 
 
 def test_the_generator_decides_and_the_global_one_is_left_alone(model: MiniMaxM1ForCausalLM) -> None:
     before = torch.get_rng_state()
     one, two = draw(model), draw(model)
     assert torch.equal(torch.get_rng_state(), before)
-    assert [r.tokens for r in one] == [r.tokens for r in two]
+    assert tokens_of(one) == tokens_of(two)
 
 
 def test_sampling_leaves_the_mode_of_the_model(model: MiniMaxM1ForCausalLM) -> None:
@@ -169,26 +182,30 @@ def test_sampling_leaves_the_mode_of_the_model(model: MiniMaxM1ForCausalLM) -> N
 def test_the_repetition_rule_counts_consecutive_confident_tokens(
     script: list[float], finish: str, length: int
 ) -> None:
-    sampling = Sampling(
+    sampling = SamplingParams(
         end_tokens=(1,), pad_token=0, max_new_tokens=len(script), greedy=True, repetition_run=30
     )
     (response,) = sample(Scripted([script]), [[3]], sampling)
-    assert (response.finish, len(response.tokens)) == (finish, length)
+    assert (response.finish_reason, len(response.tokens)) == (finish, length)
     (free,) = sample(Scripted([script]), [[3]], dataclasses.replace(sampling, repetition_run=None))
-    assert (free.finish, len(free.tokens)) == ("length", len(script))
+    assert (free.finish_reason, len(free.tokens)) == ("length", len(script))
 
 
-def test_a_row_that_repeats_does_not_stop_the_others() -> None:
-    sampling = Sampling(end_tokens=(1,), pad_token=0, max_new_tokens=12, greedy=True, repetition_run=5)
-    rows = sample(Scripted([[0.995] * 12, [0.9] * 12, [0.9] + [0.995] * 11]), [[3], [3], [3]], sampling)
-    assert [(r.finish, len(r.tokens)) for r in rows] == [("repetition", 5), ("length", 12), ("repetition", 6)]
+def test_a_response_that_repeats_does_not_stop_the_others() -> None:
+    sampling = SamplingParams(end_tokens=(1,), pad_token=0, max_new_tokens=12, greedy=True, repetition_run=5)
+    responses = sample(Scripted([[0.995] * 12, [0.9] * 12, [0.9] + [0.995] * 11]), [[3], [3], [3]], sampling)
+    assert [(r.finish_reason, len(r.tokens)) for r in responses] == [
+        ("repetition", 5),
+        ("length", 12),
+        ("repetition", 6),
+    ]
 
 
 def test_masks_come_from_positions_not_values() -> None:
     responses = [
-        Response([PAD, 5], [PAD, PAD, END], [-1.0, -2.0, -3.0], "end"),
-        Response([END], [7], [-4.0], "length"),
-        Response([5, 5, 5], [], [], "length"),
+        response([PAD, 5], [PAD, PAD, END], [-1.0, -2.0, -3.0]),
+        response([END], [7], [-4.0]),
+        response([5, 5, 5], [], []),
     ]
     batch = collate(responses, pad_token=PAD)
     assert batch.attention_mask.tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0]]
@@ -203,49 +220,48 @@ def test_masks_come_from_positions_not_values() -> None:
 def test_replayed_routing_reproduces_the_rollout_and_overrules_the_router(
     model: MiniMaxM1ForCausalLM,
 ) -> None:
-    batch = collate(draw(model, dataclasses.replace(SAMPLING, record_routing=True)), pad_token=PAD)
+    batch = collate(draw(model, dataclasses.replace(SAMPLING, output_routed_experts=True)), pad_token=PAD)
     mask = batch.response_mask
     assert batch.routed_experts.shape == (*batch.input_ids.shape, 4, 2)
-    free, _ = batch_log_probs(model, batch, temperature=1.0)
-    replayed, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=True)
+    free, _ = batch_log_probs(model, batch)
+    replayed, _ = batch_log_probs(model, batch, replay_routing=True)
     assert torch.allclose(free[mask], replayed[mask], atol=1e-5)
     swapped = dataclasses.replace(batch, routed_experts=(batch.routed_experts + 1) % 4)
-    other, _ = batch_log_probs(model, swapped, temperature=1.0, replay_routing=True)
+    other, _ = batch_log_probs(model, swapped, replay_routing=True)
     assert (other - free)[mask].abs().max() > 1e-3
 
 
 def test_replay_trains_the_routers_through_live_logits(model: MiniMaxM1ForCausalLM) -> None:
-    batch = collate(draw(model, dataclasses.replace(SAMPLING, record_routing=True)), pad_token=PAD)
-    log_probs, _ = batch_log_probs(model, batch, temperature=1.0, replay_routing=True)
+    batch = collate(draw(model, dataclasses.replace(SAMPLING, output_routed_experts=True)), pad_token=PAD)
+    log_probs, _ = batch_log_probs(model, batch, replay_routing=True)
     router = model.model.layers[0].block_sparse_moe.gate.weight
     (gradient,) = torch.autograd.grad(log_probs[batch.response_mask].sum(), router)
     assert gradient.abs().sum() > 0
 
 
 def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
-    routed = draw(model, dataclasses.replace(SAMPLING, record_routing=True))
+    routed = draw(model, dataclasses.replace(SAMPLING, output_routed_experts=True))
     cut = dataclasses.replace(routed[0], tokens=routed[0].tokens[:-1], log_probs=routed[0].log_probs[:-1])
     plain = draw(model)
     cut_off = dataclasses.replace(plain[1], filtered=True)
     warm = dataclasses.replace(plain[1], temperature=0.7)
     batch = collate(plain, pad_token=PAD)
     cases = [
-        ("not the routing of these tokens", lambda: collate([cut, routed[1]], pad_token=PAD)),
-        ("some without", lambda: collate([routed[0], plain[1]], pad_token=PAD)),
+        ("they are not of these tokens", lambda: collate([cut, routed[1]], pad_token=PAD)),
+        ("some have none", lambda: collate([routed[0], plain[1]], pad_token=PAD)),
         ("responses \\[1\\] .* full vocabulary", lambda: collate([plain[0], cut_off], pad_token=PAD)),
         ("temperatures \\[0.7, 1.0\\]", lambda: collate([plain[0], warm], pad_token=PAD)),
-        (
-            "drawn at temperature 1.0 and training asks for 0.7",
-            lambda: batch_log_probs(model, batch, temperature=0.7),
-        ),
-        ("record_routing=True", lambda: batch_log_probs(model, batch, temperature=1.0, replay_routing=True)),
+        ("output_routed_experts=True", lambda: batch_log_probs(model, batch, replay_routing=True)),
         (
             "tokens and 0 log-prob",
-            lambda: collate([dataclasses.replace(plain[0], log_probs=[])], pad_token=PAD),
+            lambda: collate([dataclasses.replace(plain[0], log_probs=torch.zeros(0))], pad_token=PAD),
         ),
         ("no responses", lambda: collate([], pad_token=PAD)),
         ("prompts \\[1\\] are empty", lambda: sample(model, [[3], []], SAMPLING)),
-        ("copies must be at least 1, got 0", lambda: sample(model, [[3]], SAMPLING, copies=0)),
+        (
+            "num_generations must be at least 1, got 0",
+            lambda: sample(model, [[3]], SAMPLING, num_generations=0),
+        ),
         ("tokens \\[-1, 99\\] .* outside the vocabulary", lambda: sample(model, [[3, 99], [-1]], SAMPLING)),
         (
             "tokens \\[99\\]",
@@ -260,16 +276,18 @@ def test_what_does_not_fit_is_refused(model: MiniMaxM1ForCausalLM) -> None:
             run()
 
 
-def test_logits_that_are_not_finite_are_named_by_row_and_step() -> None:
+def test_logits_that_are_not_finite_are_named_by_response_and_step() -> None:
     script = Scripted([[0.5, 0.5], [0.5, math.nan]])
     with pytest.raises(FloatingPointError, match="at new token 1 of responses \\[1\\], to prompts \\[1\\]"):
-        sample(script, [[2], [2]], Sampling(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True))
+        sample(
+            script, [[2], [2]], SamplingParams(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True)
+        )
     assert sample(script, [], SAMPLING) == []
 
 
 @pytest.mark.parametrize("greedy", [True, False])
-def test_rows_that_have_ended_are_neither_named_nor_in_the_way(greedy: bool) -> None:
-    until_two = Sampling(end_tokens=(2,), pad_token=0, max_new_tokens=2, greedy=greedy)
+def test_responses_that_have_ended_are_neither_named_nor_in_the_way(greedy: bool) -> None:
+    until_two = SamplingParams(end_tokens=(2,), pad_token=0, max_new_tokens=2, greedy=greedy)
     ended_then_broken, sound = [1.0, math.nan], [0.0, 0.0]
     responses = sample(Scripted([ended_then_broken, sound, sound]), [[1], [1], [1]], until_two)
     assert [len(response.tokens) for response in responses] == [1, 2, 2]
@@ -281,6 +299,6 @@ def test_rows_that_have_ended_are_neither_named_nor_in_the_way(greedy: bool) -> 
 def test_a_rollout_computes_logits_of_the_last_position_only(model: MiniMaxM1ForCausalLM) -> None:
     seen = []
     hook = model.register_forward_hook(lambda *call: seen.append(call[-1].logits.shape[1]))
-    sample(model, PROMPTS, SAMPLING, copies=2)
+    sample(model, PROMPTS, SAMPLING, num_generations=2)
     hook.remove()
     assert set(seen) == {1}

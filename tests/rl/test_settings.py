@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from minimax_hybrid.rl.objective import CISPO, DAPO
-from minimax_hybrid.rl.settings import Settings, read_objective, read_settings
+from minimax_hybrid.rl.settings import TrainSettings, read_objective, read_settings
 
 PLAIN = """
 model = "demo"
@@ -23,7 +23,7 @@ ratio_max = 5.0
 """
 
 
-def read(tmp_path: Path, text: str) -> Settings:
+def read(tmp_path: Path, text: str) -> TrainSettings:
     (tmp_path / "run.toml").write_text(text)
     return read_settings(tmp_path / "run.toml")
 

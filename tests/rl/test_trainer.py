@@ -9,15 +9,18 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import toy
 from tiny import LETTERS, letters, letters_tokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.utils import logging
 
-from minimax_hybrid.rl.logs import read_log
-from minimax_hybrid.rl.non_finite import NonFiniteError
+from minimax_hybrid.rl.diagnostics import NonFiniteError
 from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO, REINFORCE, policy_loss
+from minimax_hybrid.rl.run_folder import read_log
 from minimax_hybrid.rl.settings import Later
 from minimax_hybrid.rl.tasks import Problem
 from minimax_hybrid.rl.trainer import Task, Trainer, find_task, train_from_file
@@ -127,12 +130,13 @@ def _run_and_die(folder: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return toy.say_a(rng, difficulty)
 
+    torch.set_num_threads(1)
     trainer(folder, task=deadly, batches=4).train()
 
 
-def test_a_killed_process_leaves_a_run_that_goes_on(tmp_path: Path) -> None:
+def test_a_killed_process_leaves_a_run_that_continues(tmp_path: Path) -> None:
     trainer(tmp_path / "whole", batches=4).train()
-    process = multiprocessing.get_context("fork").Process(target=_run_and_die, args=(tmp_path / "cut",))
+    process = multiprocessing.get_context("spawn").Process(target=_run_and_die, args=(tmp_path / "cut",))
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -168,7 +172,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run_and_is_explained(tmp_path: 
     before = {}
 
     def break_the_second_batch(update: int, *rest: object) -> None:
-        if run.done == 1 and update == 0:
+        if run.batches_done == 1 and update == 0:
             with torch.no_grad():
                 run.model.model.embed_tokens.weight[zero] = 0
         before.update(weights(run))
@@ -198,7 +202,7 @@ def test_a_verifier_that_raises_loses_no_rollout_and_does_not_stop_the_run(tmp_p
         return Problem(problem.prompt, verify)
 
     run = trainer(tmp_path, task=fragile, batches=2)
-    run.evaluate = lambda: None
+    run.evaluate = lambda: 0.0
     run.train()
     lost = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
     batches = log(tmp_path, "batch")
@@ -215,7 +219,7 @@ def test_a_verifier_that_always_raises_trains_on_nothing(tmp_path: Path, error: 
 
     run = trainer(tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), broken), batches=1)
     before = weights(run)
-    run.evaluate = lambda: None
+    run.evaluate = lambda: 0.0
     run.train()
     assert log(tmp_path, "update") == []
     assert all(torch.equal(value, before[name]) for name, value in weights(run).items())
@@ -226,8 +230,8 @@ def test_a_reward_that_is_not_finite_is_refused_by_row_and_the_batch_is_kept(tmp
     run = trainer(
         tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), lambda text: float("nan"))
     )
-    run.evaluate = lambda: None
-    with pytest.raises(ValueError, match="rewards of rows \\[0, 1, .*unscored.jsonl"):
+    run.evaluate = lambda: 0.0
+    with pytest.raises(ValueError, match="rewards of responses \\[0, 1, .*unscored.jsonl"):
         run.train()
     assert len((tmp_path / "unscored.jsonl").read_text().splitlines()) == 16
 
@@ -241,7 +245,7 @@ def test_a_reward_that_stops_a_later_draw_keeps_the_responses_of_the_earlier_one
     run = trainer(
         tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), judge), dynamic_sampling=3
     )
-    run.evaluate = lambda: None
+    run.evaluate = lambda: 0.0
     with pytest.raises(ValueError, match="are not finite"):
         run.train()
     kept = [json.loads(line) for line in (tmp_path / "unscored.jsonl").read_text().splitlines()]
@@ -270,6 +274,39 @@ def test_micro_batches_change_memory_and_not_the_run(tmp_path: Path) -> None:
     assert whole.pop("kind") == parts.pop("kind") == "update"
     for name, value in whole.items():
         assert parts[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+class CountedSorts(TorchDispatchMode):
+    """Counts sorts of real numbers, which metrics need for quantiles and nothing else in a step does."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += op is torch.ops.aten.sort.default and args[0].is_floating_point()
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("micro_batch", [2, 16])
+def test_metrics_are_computed_once_a_step(tmp_path: Path, micro_batch: int) -> None:
+    run = trainer(tmp_path, batches=1, updates=2, micro_batch=micro_batch)
+    counts, original = [], run.one_step
+
+    def counted_step(*given: Any) -> None:
+        with CountedSorts() as sorts:
+            original(*given)
+        counts.append(sorts.count)
+
+    run.one_step = counted_step
+    run.train()
+    assert counts == [1, 1]
+
+
+def test_evaluation_needs_no_run(tmp_path: Path) -> None:
+    run = trainer(tmp_path / "run")
+    accuracy = run.evaluate()
+    assert 0.0 <= accuracy <= 1.0
+    assert not (tmp_path / "run" / "log.jsonl").exists()
+    assert accuracy == run.evaluate()
 
 
 def test_dynamic_sampling_trains_on_groups_with_spread_only(tmp_path: Path) -> None:
@@ -327,12 +364,12 @@ def test_later_settings_come_into_force_at_their_batch(
     losses, steps = set(), []
 
     def watched_loss(*given: object, **options: object) -> object:
-        losses.add((run.done, given[4]))
+        losses.add((run.batches_done, given[4]))
         return policy_loss(*given, **options)
 
     def watched_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         norm = float(torch.nn.utils.get_total_norm([p.grad for p in run.parameters]))
-        steps.append((run.done, optimizer.param_groups[0]["lr"], norm))
+        steps.append((run.batches_done, optimizer.param_groups[0]["lr"], norm))
 
     monkeypatch.setattr("minimax_hybrid.rl.trainer.policy_loss", watched_loss)
     run.optimizer.register_step_pre_hook(watched_step)
@@ -384,7 +421,9 @@ def test_a_settings_file_is_a_run(tmp_path: Path) -> None:
         ratio_max = 5.0
         """
     )
+    bars = logging.is_progress_bar_enabled()
     place = train_from_file(tmp_path / "run.toml")
+    assert logging.is_progress_bar_enabled() == bars
     assert (place / "model.safetensors").exists()
     assert len(log(tmp_path / "run", "update")) == 2
     (tmp_path / "model").rename(tmp_path / "elsewhere")

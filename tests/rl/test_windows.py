@@ -2,7 +2,7 @@
 
 import pytest
 
-from minimax_hybrid.rl.windows import StagedWindow
+from minimax_hybrid.rl.settings import StagedWindow
 
 REPORT = tuple(1000 * k for k in (40, 48, 56, 64, 72, 80))
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from minimax_hybrid.rl.agreement import agreement
+from minimax_hybrid.rl.diagnostics import agreement
 
 
 def test_equal_records_agree_fully() -> None:
