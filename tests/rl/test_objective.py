@@ -3,6 +3,8 @@ test_objective_laws."""
 
 import ast
 import math
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +280,16 @@ def test_objective_and_advantages_import_torch_only() -> None:
             elif isinstance(node, ast.ImportFrom):
                 imported.add("." * node.level + (node.module or "").split(".")[0])
         assert imported <= {"torch", "math", "dataclasses", "typing"}, name
+
+
+def test_the_package_rl_loads_no_transformers() -> None:
+    """By itself: an empty module stands for the package around it, which has its own imports."""
+    folder = Path(objective_module.__file__).parents[1]
+    code = f"""
+import sys, types
+parent = sys.modules["minimax_hybrid"] = types.ModuleType("minimax_hybrid")
+parent.__path__ = [{str(folder)!r}]
+import minimax_hybrid.rl.advantages, minimax_hybrid.rl.objective
+assert not any(name.split(".")[0] == "transformers" for name in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
