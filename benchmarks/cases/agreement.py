@@ -33,7 +33,7 @@ ABOUT = (
     "how far decoding with a cache and the training forward lie apart, in probabilities of sampled tokens "
     "and in bits of every kind of stage"
 )
-TESTS = ("tests/benchmarks/test_agreement.py",)
+TESTS = ("tests/benchmarks/test_agreement_case.py",)
 OPERATOR = "lightning attention"
 SOFTMAX = "softmax layer, products included"
 PRODUCTS = "matrix products"

@@ -20,7 +20,6 @@ needs_triton = pytest.mark.skipif("triton" not in available(), reason="needs a G
 
 
 @needs_triton
-@pytest.mark.slow
 def test_the_checks_pass_and_every_kind_of_task_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_text() for path in RESULTS.glob("*.csv")}
     assert run.main(["--case", "gpu", "--quick"]) == 0
@@ -33,7 +32,6 @@ def test_the_checks_pass_and_every_kind_of_task_is_timed(capsys: pytest.CaptureF
 
 
 @needs_triton
-@pytest.mark.slow
 def test_a_wrong_kernel_is_found_and_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

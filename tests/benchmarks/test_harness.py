@@ -20,7 +20,8 @@ COMPARISONS = ["native", "twin", "operators", "log_probs", "train"]
 def row(**changes) -> rows.Row:
     fields = dict(
         case="native", side="ours", task="prefill", length=1024, batch=1, dtype="float32", metric="time",
-        unit="s", p20=0.9, p50=1.0, p80=1.2, rounds=5, device="a machine", cpu="a machine", threads=2, torch="2.13.0",
+        unit="s", p20=0.9, p50=1.0, p80=1.2, rounds=5, device="a machine", cpu="a machine",
+        threads=2, torch="2.13.0",
         triton="none", transformers="5.24.0", commit="abc1234", date="2026-01-01T10:00Z",
     )  # fmt: skip
     return rows.Row(**{**fields, **changes})
@@ -49,7 +50,8 @@ def test_the_tasks_of_a_comparison_differ_and_someone_takes_part(name):
     case = cases.load(name)
     shapes = [(task.kind, task.length, task.batch, task.dtype) for task in case.TASKS]
     assert len(set(shapes)) == len(shapes)
-    assert all(taking_part(case, task) and set(task.without) < set(case.SIDES) for task in case.TASKS + case.QUICK)
+    for task in case.TASKS + case.QUICK:
+        assert taking_part(case, task) and set(task.without) < set(case.SIDES)
 
 
 @pytest.mark.slow
@@ -83,7 +85,7 @@ def test_percentiles_are_those_of_the_values():
 def test_peak_memory_sees_what_was_held_and_released():
     # in a process of its own: what other tests have freed would be used again
     code = (
-        "import torch; from benchmarks.measure import peak_bytes; "
+        "import torch; from benchmarks.harness.measure import peak_bytes; "
         "print(peak_bytes(lambda: None), peak_bytes(lambda: torch.ones(2**25).sum()))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -14,7 +14,8 @@ from minimax_hybrid.model import MiniMaxM1ForCausalLM
 def small_whole_heads() -> MiniMaxM1Config:
     """The native case's shape, narrow: 8 layers, whole heads rotated, key/value heads shared."""
     config = vs_transformers.config().to_dict()
-    return MiniMaxM1Config(**config | {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4})
+    narrow = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 4}
+    return MiniMaxM1Config(**config | narrow)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-4), ("bfloat16", 0.1)])
@@ -48,7 +49,7 @@ def test_lightning_by_backend_gives_the_same_gradients() -> None:
     task = Task("forward+backward", 100)
     expected = operators.prepare("reference", task)()
     for found, wanted in zip(operators.prepare("chunked", task)(), expected, strict=True):
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
     different = operators.prepare("softmax", task)()
     assert not torch.allclose(different[0], expected[0], atol=1e-2)
 

@@ -56,7 +56,6 @@ def test_the_settings_that_the_readme_names_are_read() -> None:
     assert read_settings(policy_addition.SETTINGS).objective.ratio_max == 5.0
 
 
-@pytest.mark.slow
 def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = policy_addition.train(folder, seed=3)
     assert {row.metric: row.at for row in rows} == {
@@ -75,12 +74,11 @@ def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.Mon
     assert median[1.0] - median[1e-10] == 10  # a bin is a decade
 
 
-@pytest.mark.slow
 def test_objectives_run_and_count_dropped_tokens(folder: str) -> None:
     model = MiniMaxM1ForCausalLM.from_pretrained(folder)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    steps = policy_objectives.supervised(model, tokenizer, random.Random(0), digits=1, steps=10, says_wait=0.5)
-    losses = list(steps)
+    lessons = dict(digits=1, steps=10, says_wait=0.5)
+    losses = list(policy_objectives.supervised(model, tokenizer, random.Random(0), **lessons))
     assert losses[-1] < losses[0]
     rows = policy_objectives.train("recheck", "dapo", 0, start=Path(folder), batches=1)
     found = {row.metric: row for row in rows}
@@ -113,7 +111,6 @@ def test_a_right_answer_after_wait_earns_most() -> None:
     assert rewards == [1.0, 0.2, 0.0, 0.0, 0.0]
 
 
-@pytest.mark.slow
 def test_the_head_is_measured_in_every_combination(folder: str) -> None:
     rows = list(policy_head.measure(folder, responses=4, tokens=12))
     correlations = [row.p50 for row in rows if row.metric == "correlation"]

@@ -10,7 +10,6 @@ from tiny import KINDS, V, assert_close, difference, model, tokens
 from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
-from benchmarks import agreement
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
 from minimax_hybrid.layers import RMSNorm
 
@@ -301,25 +300,3 @@ def test_an_empty_input_is_refused_and_leaves_a_cache_as_it_is(shape: tuple[int,
 
 
 # Decode and forward, bit by bit
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_decode_and_forward_differ_only_by_the_rounding_of_one_row_products(dtype: torch.dtype) -> None:
-    """A row computed alone has the forward's bits in the operator and in every norm. Matrix products, in
-    layers, experts and head, may order their sums differently for one row: rounding, and nothing else."""
-    found = agreement.differing_bits(agreement.random_model(64, layers=4).to(dtype), tokens(1, 130))
-    for stage in (agreement.OPERATOR, "norms"):
-        assert found.pop(stage) == (0, 0), stage
-    assert set(found) == {agreement.PRODUCTS, agreement.SOFTMAX, "experts"}
-    for stage, (_, size) in found.items():
-        assert size < 8 * torch.finfo(dtype).eps, stage
-
-
-@pytest.mark.parametrize("width", [64, 256])
-def test_probabilities_of_decoding_and_training_correlate_in_bfloat16(width: int) -> None:
-    net = agreement.random_model(width, layers=8 if width == 64 else 4).to(torch.bfloat16)
-    new, recorded = agreement.decode(net, tokens(4, 8), 70)
-    for layout, scored in agreement.score(net, torch.cat([tokens(4, 8), new], dim=1), 70).items():
-        found = agreement.agreement(scored, recorded, torch.ones_like(recorded))
-        assert found["correlation"] > 0.999, layout
-        assert 0.05 < recorded.exp().std(), "probabilities that are all alike show nothing"
