@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.cost.plotting import INK, picture
-from minimax_hybrid.rl.logs import read_log
+from minimax_hybrid.rl.run_folder import read_log
 from minimax_hybrid.rl.settings import read_settings
 from minimax_hybrid.rl.trainer import Trainer, find_task
 from minimax_hybrid.text import DEMO

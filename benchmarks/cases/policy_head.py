@@ -22,9 +22,9 @@ from transformers import AutoTokenizer
 from minimax_hybrid import MiniMaxM1ForCausalLM, lightning_memory
 from minimax_hybrid.compat import CACHE_NAME
 from minimax_hybrid.cost.plotting import COLORS, INK, picture
-from minimax_hybrid.rl.agreement import agreement
 from minimax_hybrid.rl.batches import Batch, collate
-from minimax_hybrid.rl.rollout import Sampling, sample
+from minimax_hybrid.rl.diagnostics import agreement
+from minimax_hybrid.rl.rollout import SamplingParams, sample
 from minimax_hybrid.rl.tasks import addition
 from minimax_hybrid.rl.tasks import draw as draw_problems
 from minimax_hybrid.text import DEMO
@@ -61,11 +61,11 @@ def measure(folder: str, *, responses: int, tokens: int) -> Iterator[Row]:
     problems = draw_problems(addition, random.Random(0), difficulty=3, count=responses)
     texts = [OPENINGS[i % len(OPENINGS)] if i % 3 else problems[i].prompt for i in range(responses)]
     prompts = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-    sampling = Sampling(
+    sampling = SamplingParams(
         end_tokens=(tokenizer.eos_token_id,),
         pad_token=tokenizer.pad_token_id,
         max_new_tokens=tokens,
-        record_routing=True,
+        output_routed_experts=True,
     )
     for body, head in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
         model = MiniMaxM1ForCausalLM.from_pretrained(folder, dtype=getattr(torch, body))

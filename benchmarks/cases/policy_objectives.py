@@ -27,10 +27,10 @@ from transformers import AutoTokenizer
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.cost.plotting import INK, picture
-from minimax_hybrid.rl.logs import read_log
 from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO
-from minimax_hybrid.rl.rollout import Sampling, sample
-from minimax_hybrid.rl.settings import Settings
+from minimax_hybrid.rl.rollout import SamplingParams, sample
+from minimax_hybrid.rl.run_folder import read_log
+from minimax_hybrid.rl.settings import TrainSettings
 from minimax_hybrid.rl.tasks import Problem, addition
 from minimax_hybrid.rl.tasks import draw as draw_problems
 from minimax_hybrid.rl.trainer import Trainer
@@ -225,9 +225,10 @@ def _sequence(
 
 
 def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem]) -> float:
-    sampling = Sampling((tokenizer.eos_token_id,), tokenizer.pad_token_id, WINDOW, greedy=True)
+    sampling = SamplingParams((tokenizer.eos_token_id,), tokenizer.pad_token_id, WINDOW, greedy=True)
     prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
-    texts = [tokenizer.decode(r.tokens, skip_special_tokens=True) for r in sample(model, prompts, sampling)]
+    responses = sample(model, prompts, sampling)
+    texts = [tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in responses]
     return sum(p.reward(text) for p, text in zip(problems, texts, strict=True)) / len(problems)
 
 
@@ -240,7 +241,7 @@ def train(
     model = MiniMaxM1ForCausalLM.from_pretrained(start, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(start)
     with TemporaryDirectory() as folder:
-        settings = Settings(
+        settings = TrainSettings(
             model="the start", output=folder, task=task, difficulty=comparison.digits,
             objective=OBJECTIVES[name], learning_rate=comparison.learning_rate, batches=batches,
             windows=(WINDOW,),
