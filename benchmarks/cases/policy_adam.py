@@ -129,7 +129,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
                 right.step(counts.at[1:], share, style, where="post", color=INK, label=task)
         left.set_xlabel("batches")
         left.set_title("greedy accuracy, held out")
-        left.legend(fontsize=8)
+        left.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.1))
         right.set_xscale("log")
         right.set_xlabel("size of a gradient's element")
         right.set_title("share of elements")

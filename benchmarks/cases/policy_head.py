@@ -203,6 +203,6 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
             axis.plot([0, 1], [0, 1], color=INK, lw=0.6, zorder=0)
             axis.set_title(f"{body} body, {head} head")
             axis.set_xlabel("probability at rollout")
-            axis.legend(fontsize=8)
+            axis.legend(fontsize=8, markerscale=4)
         axes[0].set_ylabel("probability in training")
     return [path]
