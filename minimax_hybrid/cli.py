@@ -44,11 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FloatingPointError) as error:
         return _say(error, code=1)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and "memory" not in str(error):
+        if not _is_out_of_memory(error):
             raise
         return _say(f"not enough memory: {str(error).splitlines()[0]}", code=1)
     except KeyboardInterrupt:
         return _say("interrupted", code=130)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    from torch import OutOfMemoryError
+
+    return isinstance(error, OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _say(message: object, *, code: int) -> int:
@@ -157,14 +165,16 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from .chat import chat_text
+    from .config import read_config
     from .generation import RepetitionStop
-    from .text import DEMO, Settings, encode, generate_text, load_model, load_tokenizer
+    from .text import DEMO, GenerationSettings, encode, generate_text, load_model, load_tokenizer
 
     _quiet_transformers()
     if args.threads:
         torch.set_num_threads(args.threads)
     folder = args.model or DEMO
-    tokenizer = load_tokenizer(folder)
+    config = read_config(folder)
+    tokenizer = load_tokenizer(folder, config=config)
     try:
         prompts = [encode(tokenizer, text) for text in given]
         opened = [chat_text(tokenizer, messages, add_generation_prompt=True) for messages in chats]
@@ -172,12 +182,16 @@ def _generate(args: argparse.Namespace) -> int:
     except ValueError as error:
         raise UsageError(error) from error
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, dtype=args.dtype, device=device)
+    model = load_model(folder, config=config, dtype=args.dtype, device=device)
     stop = None
     if args.repetition_stop is not None:
         stop = RepetitionStop(run=args.repetition_stop, threshold=args.repetition_threshold)
-    settings = Settings(max_new_tokens=args.max_new_tokens, top_p=args.top_p, repetition_stop=stop,
-                        temperature=None if args.greedy else args.temperature)  # fmt: skip
+    settings = GenerationSettings(
+        max_new_tokens=args.max_new_tokens,
+        temperature=None if args.greedy else args.temperature,
+        top_p=args.top_p,
+        repetition_stop=stop,
+    )
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streams = len(prompts) == 1 and not args.json
@@ -189,8 +203,8 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _print_texts(asked: list[Any], result: Any, args: argparse.Namespace) -> None:
-    rows = zip(asked, result.texts, result.reasons, result.new_tokens, strict=True)
-    for i, (prompt, text, reason, count) in enumerate(rows, start=1):
+    texts = zip(asked, result.texts, result.reasons, result.new_tokens, strict=True)
+    for i, (prompt, text, reason, count) in enumerate(texts, start=1):
         if args.json:
             print(json.dumps({"prompt": prompt, "text": text, "reason": reason, "tokens": count}))
         elif len(asked) > 1:
@@ -226,9 +240,9 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _cost(args: argparse.Namespace) -> int:
-    from .checkpoint.inspection import read_config
-    from .config import MiniMaxM1Config
-    from .cost.report import LENGTHS, cost_plot, cost_report, cost_text, named_devices
+    from .config import MiniMaxM1Config, read_config
+    from .cost.report import LENGTHS, cost_report, cost_text
+    from .cost.roofline import named_devices
 
     sizes = {"m1": MiniMaxM1Config.m1, "tiny": MiniMaxM1Config.tiny}
     config = sizes[args.config]() if args.config in sizes else read_config(args.config)
@@ -238,6 +252,8 @@ def _cost(args: argparse.Namespace) -> int:
     )  # fmt: skip
     print(json.dumps(report, indent=1) if args.json else cost_text(report))
     if args.plot:
+        from .cost.plotting import cost_plot
+
         cost_plot(report, args.plot)
     return 0
 

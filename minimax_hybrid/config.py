@@ -5,8 +5,11 @@ Two spellings exist for the same model: the release's (`minimax_m1`, `minimax_te
 `rope_parameters`). Both are read; the release's is kept and written, since the serving engines read that one.
 """
 
+import copy
+import json
 import math
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -177,6 +180,18 @@ class MiniMaxM1Config(PreTrainedConfig):
         """transformers' spelling of `rope_theta`."""
         return {"rope_type": "default", "rope_theta": self.rope_theta}
 
+    @rope_parameters.setter
+    def rope_parameters(self, parameters: dict[str, Any]) -> None:
+        """Takes effect for models that are built from now on; what the dictionary leaves out stays."""
+        changed = copy.copy(self)
+        if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
+            changed.rope_theta = None
+        if isinstance(parameters, dict) and parameters.get("partial_rotary_factor") is not None:
+            changed.rotary_dim = None
+        changed._read_rotary({"rope_parameters": parameters})
+        changed._check()
+        self.rope_theta, self.rotary_dim = changed.rope_theta, changed.rotary_dim
+
     def convert_rope_params_to_dict(self, **kwargs: Any) -> dict[str, Any]:
         """Nothing to convert: `rope_theta` is already read (the base class would store a second copy)."""
         return kwargs
@@ -339,6 +354,30 @@ class MiniMaxText01Config(MiniMaxM1Config):
     """The same model under the name of the earlier release, MiniMax-Text-01."""
 
     model_type = "minimax_text_01"
+
+
+def read_config(path: str | Path) -> MiniMaxM1Config:
+    """The configuration in a checkpoint folder or a config.json.
+
+    Raises:
+        ValueError: no such file, no JSON, or another kind of model.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    if not path.exists():
+        raise ValueError(f"there is no {path}; give the folder of a checkpoint")
+    if not file.is_file():
+        raise ValueError(f"{path} holds no config.json; give the folder of a checkpoint")
+    try:
+        model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is no model's configuration ({type(error).__name__}: {error})") from error
+    known = (*_RELEASES, "minimax")
+    if model_type not in known:
+        raise ValueError(
+            f"{file} describes a model of type {model_type!r}; this program runs " + ", ".join(known)
+        )
+    return MiniMaxM1Config.from_pretrained(str(file), local_files_only=True)
 
 
 def to_transformers(config: MiniMaxM1Config) -> dict[str, Any]:

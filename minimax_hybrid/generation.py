@@ -7,12 +7,19 @@
 - why each sequence ended.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from .cache import HybridCache
 from .compat import CACHE_NAME
@@ -22,8 +29,8 @@ class RepetitionStop(StoppingCriteria):
     """Ends a sequence after `run` consecutive tokens whose own probability is above `threshold` (strictly).
 
     The probability is the model's, over the full vocabulary and before temperature, top-k, top-p or any
-    penalty. Pass it to `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) tells
-    which sequences it would have ended, and `stopped_after` (B,) with how many new tokens (0 for none).
+    penalty. Pass it to `generate(..., repetition_stop=RepetitionStop())`; afterwards `stopped` (B,) says
+    which sequences it ended, and `stopped_after` (B,) after how many new tokens (0 for none).
     """
 
     def __init__(self, *, run: int = 3000, threshold: float = 0.99):
@@ -62,7 +69,7 @@ class RepetitionStop(StoppingCriteria):
         return self.count(self._probabilities.gather(-1, input_ids[:, -1:]).squeeze(-1))
 
 
-class _Watcher(LogitsProcessor):
+class _LogitsWatcher(LogitsProcessor):
     def __init__(self, stop: RepetitionStop):
         self.stop = stop
 
@@ -88,10 +95,10 @@ class HybridGenerationMixin:
             )
         mask = model_kwargs.get("attention_mask")
         if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
-            rows = (mask[:, -1] == 0).nonzero().flatten().tolist()
+            wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
             raise ValueError(
-                f"rows {rows} end in padding, and generation continues from the last position; pad on the "
-                "left (tokenizer.padding_side = 'left')"
+                f"sequences {wrong} end in padding, and generation continues from the last position; "
+                "pad on the left (tokenizer.padding_side = 'left')"
             )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
@@ -105,9 +112,21 @@ class HybridGenerationMixin:
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """A repetition stop watches the model's own distribution, so it comes before every processor."""
         processors = super()._get_logits_processor(*args, **kwargs)
-        return LogitsProcessorList(sorted(processors, key=lambda one: not isinstance(one, _Watcher)))
+        return LogitsProcessorList(sorted(processors, key=lambda one: not isinstance(one, _LogitsWatcher)))
 
-    def generate(self, *args: Any, repetition_stop: RepetitionStop | None = None, **kwargs: Any):
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
+        synced_gpus: bool | None = None,
+        assistant_model: PreTrainedModel | None = None,
+        *args: Any,
+        repetition_stop: RepetitionStop | None = None,
+        **kwargs: Any,
+    ) -> Any:
         """transformers' `generate`, with the cache under either name and an optional repetition stop.
 
         Raises:
@@ -116,38 +135,39 @@ class HybridGenerationMixin:
         for name in ("cache", "past_key_values"):
             if name != CACHE_NAME and kwargs.get(name) is not None:
                 kwargs[CACHE_NAME] = kwargs.pop(name)
-        drafted = self._check_drafts(kwargs)
+
+        def setting(name: str) -> Any:
+            """The value in force: the call's own, else the given configuration's, else the model's."""
+            values = (getattr(config, name, None) for config in (generation_config, self.generation_config))
+            return next((value for value in (kwargs.get(name), *values) if value is not None), None)
+
+        drafted = self._check_drafts(setting, assistant_model, kwargs.get(CACHE_NAME))
         if repetition_stop is not None:
-            config = kwargs.get("generation_config") or self.generation_config
-            if drafted or (kwargs.get("num_beams") or getattr(config, "num_beams", None) or 1) > 1:
+            if drafted or (setting("num_beams") or 1) > 1:
                 raise ValueError(
                     "the repetition stop counts tokens one by one as they are chosen; it cannot be used with "
                     "num_beams above 1, an assistant model or prompt lookup"
                 )
             repetition_stop.reset()
-            processors = list(kwargs.pop("logits_processor", None) or [])
-            kwargs["logits_processor"] = LogitsProcessorList([_Watcher(repetition_stop), *processors])
-            criteria = list(kwargs.pop("stopping_criteria", None) or [])
-            kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, repetition_stop])
-        return super().generate(*args, **kwargs)
+            watcher = _LogitsWatcher(repetition_stop)
+            logits_processor = LogitsProcessorList([watcher, *(logits_processor or [])])
+            stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), repetition_stop])
+        return super().generate(  # type: ignore[misc]
+            inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn,
+            synced_gpus, assistant_model, *args, **kwargs,
+        )  # fmt: skip
 
-    def _check_drafts(self, kwargs: dict[str, Any]) -> bool:
+    def _check_drafts(
+        self, setting: Callable[[str], Any], assistant: PreTrainedModel | None, cache: HybridCache | None
+    ) -> bool:
         """Whether tokens are drafted before they are chosen; a ValueError if the cache cannot undo them."""
-        cache = kwargs.get(CACHE_NAME)
-        limit = (
-            cache.max_rollback if isinstance(cache, HybridCache) else HybridCache(self.config).max_rollback
-        )
-        config = kwargs.get("generation_config") or self.generation_config
-        assistant = kwargs.get("assistant_model")
-        if kwargs.get("assistant_early_exit") or getattr(config, "assistant_early_exit", None):
+        limit = (cache if isinstance(cache, HybridCache) else HybridCache(self.config)).max_rollback
+        if setting("assistant_early_exit"):
             raise ValueError(
                 "assistant_early_exit drafts with the first layers of this model, whose caches would then "
                 "differ in length from the others; use assistant_model or prompt_lookup_num_tokens"
             )
-        drafts = {
-            "prompt_lookup_num_tokens": kwargs.get("prompt_lookup_num_tokens")
-            or config.prompt_lookup_num_tokens
-        }
+        drafts = {"prompt_lookup_num_tokens": setting("prompt_lookup_num_tokens")}
         if assistant is not None:
             drafts["num_assistant_tokens"] = assistant.generation_config.num_assistant_tokens
         for name, tokens in drafts.items():
@@ -164,10 +184,10 @@ def finish_reasons(
     end_tokens: int | Iterable[int] | None,
     repetition_stop: RepetitionStop | None = None,
 ) -> list[str]:
-    """Why each of B generated rows (B, T, without the prompt) ended: "end", "repetition" or "length".
+    """Why each of B generated sequences (B, T, without the prompt) ended: "end", "repetition" or "length".
 
-    A row that the repetition stop ended goes on with padding, which is often an end token: what counts is
-    which came first.
+    A sequence that the repetition stop ended is filled with padding, which is often an end token: what counts
+    is which came first.
     """
     B, T = new_tokens.shape
     ends = [end_tokens] if isinstance(end_tokens, int) else list(end_tokens or [])

@@ -10,6 +10,7 @@ Shapes: B batch, T positions, M model width, E experts, A experts per token, L l
 (M1 report, section 2; released modeling file.)
 """
 
+import os
 from typing import Any
 
 import torch
@@ -121,8 +122,13 @@ class HybridPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, path: str, *args: Any, strict: bool = True, **kwargs: Any
-    ) -> "HybridPreTrainedModel":
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        strict: bool = True,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
         """Load a checkpoint in the published layout, sharded or not.
 
         With `strict`, names and shapes are compared from the shard headers before anything is loaded. Without
@@ -133,7 +139,11 @@ class HybridPreTrainedModel(PreTrainedModel):
                 shapes; a damaged file.
             FileNotFoundError: weights or shards that are not there.
         """
-        return loading.load(cls, super().from_pretrained, path, args, kwargs, strict=strict)
+        path = pretrained_model_name_or_path
+        plan = loading.plan_load(cls, path, kwargs, strict=strict)
+        model, info = super().from_pretrained(path, *model_args, **plan.options, output_loading_info=True)
+        loading.complete_load(model, info, plan)
+        return (model, info) if output_loading_info else model
 
 
 class MiniMaxM1Model(HybridPreTrainedModel):
@@ -370,9 +380,10 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
 
     def save_pretrained(
         self,
-        save_directory: str,
+        save_directory: str | os.PathLike,
         is_main_process: bool = True,
         state_dict: dict[str, Tensor] | None = None,
+        *args: Any,
         **kwargs: Any,
     ) -> None:
         """Write the published layout.
@@ -382,7 +393,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         if state_dict is None and self.lm_head.weight.dtype != self.dtype:
             state_dict = self.state_dict()
             state_dict["lm_head.weight"] = state_dict["lm_head.weight"].to(self.dtype)
-        super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        super().save_pretrained(save_directory, is_main_process, state_dict, *args, **kwargs)
 
     def log_probs(
         self,

@@ -2,7 +2,7 @@
 
 tokenizer = load_tokenizer(folder)
 prompts = [encode(tokenizer, "12+34=")]
-result = generate_text(load_model(folder), tokenizer, prompts, Settings())
+result = generate_text(load_model(folder), tokenizer, prompts, GenerationSettings())
 result.texts, result.reasons, result.summary()
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from .checkpoint.inspection import read_config
+from .config import MiniMaxM1Config, read_config
 from .generation import RepetitionStop, finish_reasons
 from .model import MiniMaxM1ForCausalLM
 
@@ -27,7 +27,7 @@ _REASONS = {"end": "end of text", "length": "length limit", "repetition": "repet
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerationSettings:
     """How to choose tokens; the defaults are those of the M1 report's evaluations.
 
     Args:
@@ -43,7 +43,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedTexts:
     """Texts of one batch, each with why it ended ("end", "length" or "repetition"), and the time taken."""
 
     texts: list[str]
@@ -55,39 +55,52 @@ class Generated:
 
     def summary(self) -> str:
         decoded = sum(self.new_tokens) - len(self.texts)  # the first token of each text is prefill's
-        lines = [f"prefill {_rate(self.prompt_tokens, self.prefill_seconds)}"]
-        lines += [f"decode  {_rate(decoded, self.decode_seconds)}"] if decoded else []
+        lines = [f"prefill {_speed_text(self.prompt_tokens, self.prefill_seconds)}"]
+        lines += [f"decode  {_speed_text(decoded, self.decode_seconds)}"] if decoded else []
         for i, (reason, count) in enumerate(zip(self.reasons, self.new_tokens, strict=True), start=1):
             which = f"text {i} " if len(self.texts) > 1 else ""
             lines.append(f"{which}ended: {_REASONS[reason]} after {count:,} tokens")
         return "\n".join(lines)
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | Path, *, config: MiniMaxM1Config | None = None) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint, from a local folder; nothing is downloaded.
+
+    Args:
+        config: the folder's configuration, if it is read already.
 
     Raises:
         ValueError: no such folder, no model of ours in it, no tokenizer or a damaged one.
     """
-    read_config(folder)
+    config = read_config(folder) if config is None else config
     if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
         raise ValueError(f"{folder} holds no tokenizer (tokenizer.json); copy it there from its release")
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, config=config, local_files_only=True)
     except Exception as error:  # a damaged file raises whatever its parser does
         raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
 
-def load_model(folder: str | Path, *, dtype: str = "auto", device: str = "cpu") -> MiniMaxM1ForCausalLM:
-    """The model of a checkpoint, ready to generate, from a local folder; nothing is downloaded.
+def load_model(
+    folder: str | Path,
+    *,
+    config: MiniMaxM1Config | None = None,
+    dtype: str = "auto",
+    device: str = "cpu",
+) -> MiniMaxM1ForCausalLM:
+    """The model of a checkpoint, in evaluation mode, from a local folder; nothing is downloaded.
+
+    Args:
+        config: the folder's configuration, if it is read already.
 
     Raises:
         ValueError: tensors that do not fit, or a device that is not there.
         FileNotFoundError: weights or shards that are not there.
     """
-    config, place = read_config(folder), _usable(device)
+    target = _checked_device(device)
+    config = read_config(folder) if config is None else config
     model = MiniMaxM1ForCausalLM.from_pretrained(folder, config=config, dtype=dtype, local_files_only=True)
-    return model.to(place).eval()
+    return model.to(target).eval()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: bool = True) -> list[int]:
@@ -104,7 +117,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, special_tokens: boo
     try:
         text.encode("utf-8")
         tokens = tokenizer(text, add_special_tokens=special_tokens)["input_ids"]
-        lost = _lost(tokenizer, text)
+        lost = _unknown_characters(tokenizer, text)
     except Exception as error:  # the tokenizers library raises nothing narrower
         raise ValueError(f"the tokenizer refuses the prompt: {error}") from error
     if lost:
@@ -118,10 +131,10 @@ def generate_text(
     model: MiniMaxM1ForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
-    settings: Settings,
+    settings: GenerationSettings,
     *,
     show: Callable[[str], Any] | None = None,
-) -> Generated:
+) -> GeneratedTexts:
     """Continue a batch of prompts.
 
     Args:
@@ -134,7 +147,7 @@ def generate_text(
     pads = (model.config.pad_token_id, tokenizer.pad_token_id, *ends, 0)
     pad = next(token for token in pads if token is not None)
     input_ids, mask = _left_padded(prompts, pad, model.config.vocab_size)
-    watch = _Watch(tokenizer, show)
+    stream = TokenStream(tokenizer, show)
     sampling: dict[str, Any] = dict(do_sample=False)
     if settings.temperature is not None:
         sampling = dict(do_sample=True, temperature=settings.temperature, top_p=settings.top_p, top_k=0)
@@ -143,22 +156,25 @@ def generate_text(
             input_ids.to(model.device), attention_mask=mask.to(model.device),
             max_new_tokens=settings.max_new_tokens, num_beams=1, **sampling,
             eos_token_id=ends or None, pad_token_id=pad,
-            repetition_stop=settings.repetition_stop, streamer=watch,
+            repetition_stop=settings.repetition_stop, streamer=stream,
         )  # fmt: skip
     new = tokens[:, input_ids.shape[1] :].cpu()
     reasons = finish_reasons(new, end_tokens=ends, repetition_stop=settings.repetition_stop)
-    rows = [_own(row, reason, ends, pad) for row, reason in zip(new.tolist(), reasons, strict=True)]
-    return Generated(
-        texts=[tokenizer.decode(row, skip_special_tokens=True) for row in rows],
+    kept = [
+        _trim_after_end(tokens, reason, ends, pad)
+        for tokens, reason in zip(new.tolist(), reasons, strict=True)
+    ]
+    return GeneratedTexts(
+        texts=[tokenizer.decode(tokens, skip_special_tokens=True) for tokens in kept],
         reasons=reasons,
-        new_tokens=[len(row) for row in rows],
+        new_tokens=[len(tokens) for tokens in kept],
         prompt_tokens=int(mask.sum()),
-        prefill_seconds=watch.first - watch.start,
-        decode_seconds=watch.last - watch.first,
+        prefill_seconds=stream.first - stream.start,
+        decode_seconds=stream.last - stream.first,
     )
 
 
-class _Watch(BaseStreamer):
+class TokenStream(BaseStreamer):
     """Notes when tokens come, and shows the text of one sequence in whole characters."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Callable[[str], Any] | None):
@@ -195,24 +211,24 @@ class _Watch(BaseStreamer):
             self.begin, self.shown = self.shown, len(self.ids)
 
 
-def _usable(device: str) -> torch.device:
+def _checked_device(device: str) -> torch.device:
     try:
-        place = torch.device(device)
-        torch.zeros(1, device=place).item()  # what cannot do this cannot compute: absent, or "meta"
+        found = torch.device(device)
+        torch.zeros(1, device=found).item()  # what cannot do this cannot compute: absent, or "meta"
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
         raise ValueError(f"device {device!r} cannot be used here: {str(error).splitlines()[0]}") from error
-    return place
+    return found
 
 
-def _lost(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def _unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """The characters that become the unknown token, or nothing at all (blanks may)."""
     for token in tokenizer.get_added_vocab():
         text = text.replace(token, "")
     characters = sorted(set(text))
-    rows = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
+    encoded = tokenizer(characters, add_special_tokens=False)["input_ids"] if characters else []
     unknown = tokenizer.unk_token_id
     return "".join(
-        c for c, row in zip(characters, rows, strict=True) if unknown in row or not row and not c.isspace()
+        c for c, ids in zip(characters, encoded, strict=True) if unknown in ids or not ids and not c.isspace()
     )
 
 
@@ -237,14 +253,14 @@ def _left_padded(prompts: Sequence[Sequence[int]], pad: int, V: int) -> tuple[Te
     return ids, mask
 
 
-def _own(row: list[int], reason: str, ends: list[int], pad: int) -> list[int]:
-    """A row of new tokens up to its end; rows that ended before others are filled with `pad`."""
+def _trim_after_end(tokens: list[int], reason: str, ends: list[int], pad: int) -> list[int]:
+    """New tokens up to their end; a text that ended before others is filled with `pad`."""
     if reason == "end":
-        return row[: next(i for i, token in enumerate(row) if token in ends) + 1]
-    while reason == "repetition" and row and row[-1] == pad:
-        row = row[:-1]
-    return row
+        return tokens[: next(i for i, token in enumerate(tokens) if token in ends) + 1]
+    while reason == "repetition" and tokens and tokens[-1] == pad:
+        tokens = tokens[:-1]
+    return tokens
 
 
-def _rate(count: int, seconds: float) -> str:
+def _speed_text(count: int, seconds: float) -> str:
     return f"{count:,} tokens in {seconds:.2f} s: {count / max(seconds, 1e-9):,.1f} tokens/s"

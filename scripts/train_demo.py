@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerFast
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.rl.tasks import Problem, addition, draw
+from minimax_kernels import IGNORED
 
 DIGITS = 2  # the difficulty that the card reports
-IGNORED = -100
 
 
 @dataclass(frozen=True)

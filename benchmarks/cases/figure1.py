@@ -11,8 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minimax_hybrid.config import MiniMaxM1Config
+from minimax_hybrid.cost.counts import generation_flops
 from minimax_hybrid.cost.plotting import COLORS, INK, picture
-from minimax_hybrid.cost.published import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
+from minimax_hybrid.cost.published import QWEN3, R1, R1_ABSORBED, figure_curves
 
 from ..harness.pages import markdown
 from ..harness.rows import ROOT, Row

@@ -3,7 +3,7 @@
     "minimax_m1", "minimax_text_01"     the releases: every expert's w1, w2, w3 apart
     "minimax"                           transformers' own class: experts stacked, under `mlp`
 
-A stacked tensor is its parts' bytes one after the other (`checkpoint.py`), so a shard is written from slices
+A stacked tensor is its parts' bytes one after the other (`headers.py`), so a shard is written from slices
 of the source's files in bounded memory, whatever the model's size. The target appears whole or not at all.
 """
 
@@ -25,7 +25,7 @@ from .headers import (
     ITEM_BYTES,
     LAYOUTS,
     SINGLE,
-    Tensor,
+    TensorInfo,
     is_derived,
     parts_of,
     published_name,
@@ -96,7 +96,7 @@ def convert(
     return notes
 
 
-def _outputs(tensors: dict[str, Tensor], model: Any, *, stacked: bool) -> Iterator[_Output]:
+def _outputs(tensors: dict[str, TensorInfo], model: Any, *, stacked: bool) -> Iterator[_Output]:
     """Every tensor of the target, in the model's order."""
     found = {published_name(disk): tensor for disk, tensor in tensors.items() if not is_derived(disk)}
     for ours, weight in model.state_dict().items():
@@ -126,7 +126,7 @@ def _differences(config: MiniMaxM1Config) -> list[str]:
     H, D, turning = config.num_attention_heads, config.head_dim, config.rotary_dim
     reasons = (
         (turning != D, f"it rotates all {D} dimensions of a head, this model the first {turning}"),
-        (H & (H - 1) != 0, f"its decay is wrong for {H} heads, no power of two"),
+        (H & (H - 1) != 0, f"its decay is wrong for {H} heads, which is not a power of two"),
         (not config.postnorm, "it takes the normed input as residual, and postnorm is false here"),
         (config.shared_intermediate_size > 0, "it has no shared expert"),
     )
@@ -138,7 +138,7 @@ def _differences(config: MiniMaxM1Config) -> list[str]:
 
 
 def _config_fields(
-    config: MiniMaxM1Config, tensors: dict[str, Tensor], layout: str, whole: bool
+    config: MiniMaxM1Config, tensors: dict[str, TensorInfo], layout: str, whole: bool
 ) -> dict[str, Any]:
     if config.dtype is None:
         config.dtype = main_dtype(tensors)

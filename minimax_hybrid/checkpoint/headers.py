@@ -25,7 +25,7 @@ DERIVED = r"\.self_attn\.(slope_rate|query_decay|key_decay|diagonal_decay)$"
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """One tensor of a checkpoint, as its shard's header describes it; `start` is its first byte there."""
 
     file: str
@@ -35,7 +35,7 @@ class Tensor:
     bytes: int
 
 
-def read_headers(folder: str | os.PathLike, *, variant: str | None = None) -> dict[str, Tensor]:
+def read_headers(folder: str | os.PathLike, *, variant: str | None = None) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint folder by its name on disk, from the headers of its shards.
 
     Raises:
@@ -55,7 +55,7 @@ def read_headers(folder: str | os.PathLike, *, variant: str | None = None) -> di
     absent = [shard for shard in shards if not (folder / shard).is_file()]
     if absent:
         raise FileNotFoundError(f"{index} names shards that are not there: {', '.join(absent)}")
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorInfo] = {}
     for shard in shards:
         for name, tensor in _read_header(folder / shard).items():
             if name in tensors:
@@ -88,10 +88,10 @@ def parts_of(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
     stacked = _STACKED.match(name)
     if not stacked:
         return {name: shape}
-    E, rows, columns = shape
-    parts, rows = (("w1", "w3"), rows // 2) if stacked[2] == "gate_up_proj" else (("w2",), rows)
+    E, outputs, inputs = shape
+    parts, outputs = (("w1", "w3"), outputs // 2) if stacked[2] == "gate_up_proj" else (("w2",), outputs)
     return {
-        f"{stacked[1]}.block_sparse_moe.experts.{e}.{part}.weight": (rows, columns)
+        f"{stacked[1]}.block_sparse_moe.experts.{e}.{part}.weight": (outputs, inputs)
         for e in range(E)
         for part in parts
     }
@@ -115,7 +115,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def _read_header(path: Path) -> dict[str, Tensor]:
+def _read_header(path: Path) -> dict[str, TensorInfo]:
     size = path.stat().st_size
     try:
         with path.open("rb") as file:
@@ -125,7 +125,9 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
         tensors = {
-            name: Tensor(path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+            name: TensorInfo(
+                path.name, entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start
+            )
             for name, entry in header.items()
             for start, end in [entry["data_offsets"]]
         }

@@ -12,37 +12,14 @@ from typing import Any
 
 import torch
 
-from ..config import LIGHTNING, MiniMaxM1Config
+from ..config import LIGHTNING, MiniMaxM1Config, read_config
 from ..cost.counts import cache_bytes, inference_bytes, parameters
-from ..cost.plotting import tokens
-from ..cost.report import byte_text, table
+from ..formatting import byte_text, table, tokens
 from ..model import MiniMaxM1ForCausalLM
-from .headers import LAYOUTS, read_headers
+from .headers import read_headers
 from .loading import compare, main_dtype, model_on_meta
 
 LENGTHS = (4 * 1024, 128 * 1024, 1024 * 1024)
-
-
-def read_config(path: str | Path) -> MiniMaxM1Config:
-    """The configuration in a checkpoint folder or a config.json.
-
-    Raises:
-        ValueError: no such file, no JSON, or another kind of model.
-    """
-    path = Path(path)
-    file = path / "config.json" if path.is_dir() else path
-    if not path.exists():
-        raise ValueError(f"there is no {path}; give the folder of a checkpoint")
-    if not file.is_file():
-        raise ValueError(f"{path} holds no config.json; give the folder of a checkpoint")
-    try:
-        model_type = json.loads(file.read_text(encoding="utf-8"))["model_type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{file} is no model's configuration ({type(error).__name__}: {error})") from error
-    if model_type not in LAYOUTS:
-        known = ", ".join(LAYOUTS)
-        raise ValueError(f"{file} describes a model of type {model_type!r}; this program runs {known}")
-    return MiniMaxM1Config.from_pretrained(str(file), local_files_only=True)
 
 
 def inspect_report(folder: str | Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """From a published checkpoint to a model: compare first, then load, and use every tensor exactly once.
 
 What the headers of the shards hold is compared with what the config asks for before anything is loaded
-(`checkpoint.py` knows the layouts). transformers then converts shard by shard, so a model is never held
-twice; `register_layouts` tells it how experts are stacked.
+(`headers.py` knows the layouts). transformers then converts shard by shard, so a model is never held
+twice; the converters at the end of this file tell it how experts are stacked.
 """
 
 import copy
@@ -11,9 +11,8 @@ import os
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..config import MiniMaxM1Config
 from .headers import (
     INDEX,
     SINGLE,
-    Tensor,
+    TensorInfo,
     is_derived,
     parts_of,
     published_name,
@@ -46,19 +45,19 @@ _MLP = {r"\.mlp\.": ".block_sparse_moe."}  # transformers' name of the experts, 
 class Mismatch:
     """How a checkpoint differs from the model it is for; names are the published ones.
 
-    partial: of stacked experts that are incomplete, the parts that are there: our name of the stack, then the
-        published name of the part and its name on disk.
+    incomplete_stacks: of stacked experts that are incomplete, the parts that are there: our name of the
+        stack, then the published name of the part and its name on disk.
     """
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)
-    partial: dict[str, dict[str, str]] = field(default_factory=dict)
+    incomplete_stacks: dict[str, dict[str, str]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.mismatched)
 
-    def describe(self, tensors: dict[str, Tensor]) -> str:
+    def describe(self, tensors: dict[str, TensorInfo]) -> str:
         lines = [f"missing: {name}" for name in self.missing]
         lines += [f"unexpected: {name} (in {tensors[name].file})" for name in self.unexpected]
         lines += [
@@ -69,96 +68,73 @@ class Mismatch:
         return "\n  ".join(shown)
 
 
-def register_layouts(*model_types: str) -> None:
-    """Tell transformers how experts are stacked on loading and taken apart on saving."""
-    for model_type in model_types:
-        register_checkpoint_conversion_mapping(
-            model_type,
-            [
-                WeightConverter(
-                    [".experts.*.w1.weight", ".experts.*.w3.weight"],
-                    ".experts.gate_up_proj",
-                    [MergeModulelist(dim=0), Concatenate(dim=1)],
-                ),
-                WeightConverter(".experts.*.w2.weight", ".experts.down_proj", [MergeModulelist(dim=0)]),
-            ],
-            overwrite=True,
-        )
+@dataclass(frozen=True)
+class LoadPlan:
+    """What `from_pretrained` gives to transformers, and what is compared with the result afterwards.
+
+    folder: where the weights lie; None where they come from elsewhere and were not compared beforehand.
+    """
+
+    path: str | os.PathLike | None
+    strict: bool
+    options: dict[str, Any]
+    folder: Path | None = None
+    tensors: dict[str, TensorInfo] = field(default_factory=dict)
+    difference: Mismatch = field(default_factory=Mismatch)
 
 
-def load(
-    cls: type,
-    from_pretrained: Callable[..., Any],
-    path: str | os.PathLike | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    *,
-    strict: bool,
-) -> Any:
-    """Check the folder, then let `from_pretrained` load it; see `HybridPreTrainedModel.from_pretrained`.
+def plan_load(
+    cls: type, path: str | os.PathLike | None, options: Mapping[str, Any], *, strict: bool
+) -> LoadPlan:
+    """Compare names and shapes before a weight is read; see `HybridPreTrainedModel.from_pretrained`.
 
     Memory: the model once, beside the file's mapped pages. Another `dtype` than the file's takes up to twice
     the model, since transformers' threads cast every expert before the first are stacked (its own variable
-    HF_DEACTIVATE_ASYNC_LOAD=1 holds them back: 1.25 times).
+    HF_DEACTIVATE_ASYNC_LOAD=1 prevents that: 1.25 times).
     """
-    wants_info = kwargs.pop("output_loading_info", False)
-    _check_config(cls, kwargs.get("config"))
-    read = partial(from_pretrained, path, *args, output_loading_info=True)
-    folder = _weights_folder(path, kwargs)
+    _check_config(cls, options.get("config"))
+    folder = _weights_folder(path, options)
     if folder is None:
-        model, info = _load_elsewhere(read, path, kwargs, strict=strict)
-    else:
-        model, info = _load_folder(cls, read, folder, kwargs, strict=strict)
-    # what is saved has the published names, whichever layout was read
-    if hasattr(model, "_weight_conversions"):
-        del model._weight_conversions
-    return (model, info) if wants_info else model
-
-
-def _load_folder(
-    cls: type, read: Callable[..., Any], folder: Path, kwargs: dict[str, Any], *, strict: bool
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and transformers' loading info; names and shapes are compared before a weight is read."""
-    tensors = read_headers(folder, variant=kwargs.get("variant"))
-    config = _config_for(cls, folder, kwargs)
+        defaults = {"key_mapping": dict(_MLP)} | ({} if strict else {"ignore_mismatched_sizes": True})
+        return LoadPlan(path, strict, {**defaults, **options})
+    tensors = read_headers(folder, variant=options.get("variant"))
+    config = _config_for(cls, folder, options)
     difference = compare(tensors, model_on_meta(cls, config))
-    fatal = copy.copy(difference)
-    if kwargs.get("ignore_mismatched_sizes"):
-        fatal.mismatched = []
+    fatal = replace(difference, mismatched=[]) if options.get("ignore_mismatched_sizes") else difference
     if strict and fatal:
         raise ValueError(
             f"{folder} does not hold the weights of this config (strict=False loads what fits):\n  "
             + fatal.describe(tensors)
         )
-    _choose_dtype(kwargs, config, tensors)
-    kwargs["key_mapping"] = {**_hidden(difference), **_MLP}
-    kwargs["ignore_mismatched_sizes"] = bool(difference)
-    model, info = read(**kwargs)
-    _fill_partial(model, folder, tensors, difference)
+    changed = {
+        **_with_dtype(options, config, tensors),
+        "key_mapping": {**_renames_hiding_incomplete(difference), **_MLP},
+        "ignore_mismatched_sizes": bool(difference),
+    }
+    return LoadPlan(path, strict, changed, folder, tensors, difference)
+
+
+def complete_load(model: nn.Module, info: dict[str, Any], plan: LoadPlan) -> None:
+    """Repair or refuse what transformers loaded, and bring its loading info in line with the comparison."""
+    # what is saved has the published names, whichever layout was read
+    if hasattr(model, "_weight_conversions"):
+        del model._weight_conversions
+    if plan.folder is None:
+        if plan.strict and plan.path is not None:
+            _refuse_differences(info, plan.path)
+        return
+    difference = plan.difference
+    _fill_incomplete_stacks(model, plan.folder, plan.tensors, difference)
     _widen_routers(model, difference)
     if difference:
         warnings.warn(
-            f"{folder} does not fit its config: what fits was loaded, the rest initialised\n  "
-            + difference.describe(tensors),
-            stacklevel=4,
+            f"{plan.folder} does not fit its config: what fits was loaded, the rest initialised\n  "
+            + difference.describe(plan.tensors),
+            stacklevel=3,
         )
     info["missing_keys"] = set(difference.missing)
     info["unexpected_keys"] = set(difference.unexpected)
     info["mismatched_keys"] = set(difference.mismatched)
-    return model, info
-
-
-def _load_elsewhere(
-    read: Callable[..., Any], path: str | os.PathLike | None, kwargs: dict[str, Any], *, strict: bool
-) -> tuple[nn.Module, dict[str, Any]]:
-    """The same for weights whose headers cannot be read beforehand: compared after the event."""
-    kwargs.setdefault("key_mapping", dict(_MLP))
-    if not strict:
-        kwargs.setdefault("ignore_mismatched_sizes", True)
-    model, info = read(**kwargs)
-    if strict and path is not None:
-        _refuse(info, path)
-    return model, info
 
 
 def model_on_meta(cls: type, config: Any) -> nn.Module:
@@ -167,9 +143,9 @@ def model_on_meta(cls: type, config: Any) -> nn.Module:
         return cls(copy.deepcopy(config))
 
 
-def main_dtype(tensors: dict[str, Tensor]) -> torch.dtype | None:
+def main_dtype(tensors: dict[str, TensorInfo]) -> torch.dtype | None:
     """The type that most bytes of a checkpoint have; None if it is none of ours."""
-    sizes = Counter()
+    sizes: Counter[str] = Counter()
     for tensor in tensors.values():
         sizes[tensor.dtype] += tensor.bytes
     return _TYPES.get(sizes.most_common(1)[0][0]) if sizes else None
@@ -185,7 +161,7 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compare(tensors: dict[str, Tensor], model: nn.Module) -> Mismatch:
+def compare(tensors: dict[str, TensorInfo], model: nn.Module) -> Mismatch:
     """What of a checkpoint does not fit a model.
 
     Both layouts of experts are legal, and so are a whole model's checkpoint for the stack without its head,
@@ -210,14 +186,14 @@ def compare(tensors: dict[str, Tensor], model: nn.Module) -> Mismatch:
                 wrong.append(part)
                 difference.mismatched.append((found[part], tensors[found[part]].shape, wanted))
         if wrong and len(parts) > 1:
-            difference.partial[name] = {
+            difference.incomplete_stacks[name] = {
                 part: found[part] for part in parts if part in found and part not in wrong
             }
     difference.unexpected += [disk for name, disk in found.items() if name not in used]
     return difference
 
 
-def _published(tensors: dict[str, Tensor], model: nn.Module, difference: Mismatch) -> dict[str, str]:
+def _published(tensors: dict[str, TensorInfo], model: nn.Module, difference: Mismatch) -> dict[str, str]:
     """The tensors on disk by the names that `model` would publish them under."""
     found: dict[str, str] = {}
     for disk in tensors:
@@ -249,10 +225,10 @@ def _tied_groups(model: nn.Module) -> dict[str, list[str]]:
     return groups
 
 
-def _hidden(difference: Mismatch) -> dict[str, str]:
+def _renames_hiding_incomplete(difference: Mismatch) -> dict[str, str]:
     """Renamings that keep incomplete stacks of experts from transformers, which could not stack them."""
     renamings = {}
-    for name in difference.partial:
+    for name in difference.incomplete_stacks:
         experts, _, kind = name.rpartition(".")
         parts = "w2" if kind == "down_proj" else "w[13]"
         path = re.escape(experts.removeprefix("model."))
@@ -262,16 +238,18 @@ def _hidden(difference: Mismatch) -> dict[str, str]:
 
 
 @torch.no_grad()
-def _fill_partial(model: nn.Module, folder: Path, tensors: dict[str, Tensor], difference: Mismatch) -> None:
+def _fill_incomplete_stacks(
+    model: nn.Module, folder: Path, tensors: dict[str, TensorInfo], difference: Mismatch
+) -> None:
     """Put the experts that are there into stacks that were initialised because others are absent."""
-    for name, parts in difference.partial.items():
+    for name, parts in difference.incomplete_stacks.items():
         stack = model.get_parameter(name)
         for part, disk in parts.items():
             _, e, which = stacked_place(part)
             half = stack.shape[1] // 2
-            rows = {"w1": slice(0, half), "w3": slice(half, None), "w2": slice(None)}[which]
+            part_of_stack = {"w1": slice(0, half), "w3": slice(half, None), "w2": slice(None)}[which]
             with safe_open(folder / tensors[disk].file, "pt") as file:
-                stack[e, rows].copy_(file.get_tensor(disk))
+                stack[e, part_of_stack].copy_(file.get_tensor(disk))
 
 
 @torch.no_grad()
@@ -292,46 +270,49 @@ def _check_config(cls: type, config: Any) -> None:
         )
 
 
-def _config_for(cls: type, folder: Path, kwargs: dict[str, Any]) -> MiniMaxM1Config:
+def _config_for(cls: type, folder: Path, options: Mapping[str, Any]) -> MiniMaxM1Config:
     """The config that `from_pretrained` will build the model from, so that the same thing is compared."""
-    config = kwargs.get("config")
+    config = options.get("config")
     if isinstance(config, PreTrainedConfig):
         return config
-    changes = {name: value for name, value in kwargs.items() if name not in ("config", "subfolder", "dtype")}
+    changes = {name: value for name, value in options.items() if name not in ("config", "subfolder", "dtype")}
     source = folder if config is None else config
     if config is None and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; it belongs beside the weights")
     return cls.config_class.from_pretrained(source, return_unused_kwargs=True, **changes)[0]
 
 
-def _choose_dtype(kwargs: dict[str, Any], config: MiniMaxM1Config, tensors: dict[str, Tensor]) -> None:
-    """Where neither caller nor config names a type, take the main one. transformers would take that of the
-    first tensor, and a float32 router that comes first would double the memory of the whole model."""
-    asked = kwargs.get("dtype") or kwargs.get("torch_dtype") or "auto"
-    if asked == "auto" and config.dtype is None and main_dtype(tensors) is not None:
-        kwargs.pop("torch_dtype", None)
-        kwargs["dtype"] = main_dtype(tensors)
+def _with_dtype(
+    options: Mapping[str, Any], config: MiniMaxM1Config, tensors: dict[str, TensorInfo]
+) -> dict[str, Any]:
+    """The options; where neither caller nor config names a type, with the main one. transformers would take
+    that of the first tensor, and a float32 router that comes first would double the memory of the model."""
+    asked = options.get("dtype") or options.get("torch_dtype") or "auto"
+    main = main_dtype(tensors)
+    if asked != "auto" or config.dtype is not None or main is None:
+        return dict(options)
+    return {name: value for name, value in options.items() if name != "torch_dtype"} | {"dtype": main}
 
 
-def _weights_folder(path: str | os.PathLike | None, kwargs: dict[str, Any]) -> Path | None:
+def _weights_folder(path: str | os.PathLike | None, options: Mapping[str, Any]) -> Path | None:
     """The local folder whose weights will be loaded; None where they come from elsewhere or are renamed."""
     elsewhere = ("state_dict", "gguf_file", "quantization_config", "key_mapping")
-    if path is None or any(kwargs.get(name) is not None for name in elsewhere):
+    if path is None or any(options.get(name) is not None for name in elsewhere):
         return None
-    folder = Path(path) / (kwargs.get("subfolder") or "")
+    folder = Path(path) / (options.get("subfolder") or "")
     if not folder.is_dir():
         if folder.is_absolute() or os.fspath(path).startswith((".", "~")):
             raise FileNotFoundError(f"there is no folder {folder}")
         return None
     adapter = folder / "adapter_config.json"
-    names = (with_variant(name, kwargs.get("variant")) for name in (SINGLE, INDEX))
+    names = (with_variant(name, options.get("variant")) for name in (SINGLE, INDEX))
     if adapter.is_file() and not any((folder / name).is_file() for name in names):
         base = Path(json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"])
         return base if base.is_dir() else None
     return folder
 
 
-def _refuse(info: dict[str, Any], path: str | os.PathLike) -> None:
+def _refuse_differences(info: dict[str, Any], path: str | os.PathLike) -> None:
     """Raise a ValueError where transformers' own lists say that names or shapes differ."""
     wrong = {name: sorted(map(str, info[f"{name}_keys"])) for name in ("missing", "unexpected", "mismatched")}
     wrong["unexpected"] = [name for name in wrong["unexpected"] if not is_derived(name)]
@@ -339,3 +320,19 @@ def _refuse(info: dict[str, Any], path: str | os.PathLike) -> None:
         raise ValueError(
             f"{path} does not hold the weights of its config (strict=False loads what fits): {wrong}"
         )
+
+
+# tells transformers how experts are stacked on loading and taken apart on saving
+for _layout in ("minimax_m1", "minimax_text_01"):
+    register_checkpoint_conversion_mapping(
+        _layout,
+        [
+            WeightConverter(
+                [".experts.*.w1.weight", ".experts.*.w3.weight"],
+                ".experts.gate_up_proj",
+                [MergeModulelist(dim=0), Concatenate(dim=1)],
+            ),
+            WeightConverter(".experts.*.w2.weight", ".experts.down_proj", [MergeModulelist(dim=0)]),
+        ],
+        overwrite=True,
+    )

@@ -153,18 +153,24 @@ def flops(config: MiniMaxM1Config, length: int, mode: Mode, *, block: int = 256)
     return Flops({name: passes * count for name, count in components.items()})
 
 
+def generation_flops(config: MiniMaxM1Config, T: int) -> int:
+    """Exact FLOPs of generating T tokens, the sum of T decode steps."""
+    mean = flops(config, T, "prefill")
+    return T * (mean.total - mean.components["lightning_intra_chunk"])
+
+
 def cache_bytes(config: MiniMaxM1Config, length: int, *, dtype: str = "bfloat16") -> CacheBytes:
     """Bytes of one sequence's cache: keys and values in `dtype`, lightning states in float32.
 
-    The rows of the open block (keys and values of at most `BLOCK` positions per lightning layer, in
-    `dtype`) do not grow with the length and are reported apart.
+    The open block (keys and values of at most `BLOCK` positions per lightning layer, in `dtype`) does not
+    grow with the length and is reported apart.
     """
     layers, D = _layers_of_each_kind(config), config.head_dim
-    row = 2 * D * itemsize(dtype)
+    head = 2 * D * itemsize(dtype)  # a position's key and value in one head
     return CacheBytes(
-        keys_values=layers["softmax"] * config.num_key_value_heads * row * length,
+        keys_values=layers["softmax"] * config.num_key_value_heads * head * length,
         state=layers["lightning"] * config.num_attention_heads * D * D * 4,
-        open_block=layers["lightning"] * config.num_attention_heads * row * BLOCK,
+        open_block=layers["lightning"] * config.num_attention_heads * head * BLOCK,
     )
 
 

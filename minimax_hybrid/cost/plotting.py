@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..formatting import tokens
+
 INK = "#767d86"  # contrast 4.2 on white, 4.5 on GitHub's dark ground
 COLORS = {"hybrid": "#3b82c4", "softmax": "#d9822b", "lightning": "#2f9e6e", "other": "#a06cd5"}
 _STYLE = {
@@ -40,17 +42,44 @@ def picture(path: Path | str, *, panels: int = 1, height: float = 3.6) -> Iterat
             pyplot.close(figure)
 
 
-def tokens(count: float) -> str:
-    """A length as people say it: 512, 64K, 1M (K = 1,024)."""
-    count = round(count)
-    for unit, name in ((1024**2, "M"), (1024, "K")):
-        if count >= unit and count % unit == 0:
-            return f"{count // unit}{name}"
-    return f"{count:,}"
-
-
 def token_axis(axis: Any, lengths: list[int], *, every: int = 1) -> None:
     """A logarithmic x axis whose ticks are the lengths themselves."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths[::every], [tokens(n) for n in lengths[::every]])
     axis.xaxis.minorticks_off()
+
+
+def cost_plot(report: dict[str, Any], path: Path | str) -> None:
+    """Draw the report: per token and cache against the twin, or generation against a peer."""
+    lengths = [at["length"] for at in report["lengths"]]
+    if report["against"] == "softmax":
+        with picture(path, panels=2) as (left, right):
+            for name, entries in (
+                ("hybrid", report["lengths"]),
+                ("softmax", [at["against"] for at in report["lengths"]]),
+            ):
+                label = name if name == "hybrid" else "softmax twin"
+                decode = [at["flops_per_token"]["decode"]["total"] for at in entries]
+                cache = [at["cache_bytes"]["total"] / 1e9 for at in entries]
+                left.plot(lengths, decode, color=COLORS[name], label=label)
+                right.plot(lengths, cache, color=COLORS[name], label=label)
+            left.set_title("FLOPs of one decoded token")
+            right.set_title(f"cache of one sequence, GB ({report['dtype']})")
+            for axis in (left, right):
+                token_axis(axis, lengths, every=2)
+                axis.set_yscale("log")
+                axis.set_xlabel("context, tokens")
+                axis.legend()
+        return
+    with picture(path) as (axis,):
+        axis.plot(lengths, [at["generation_flops"] for at in report["lengths"]], color=COLORS["hybrid"],
+                  label="this model")  # fmt: skip
+        shades = (COLORS["softmax"], COLORS["other"])
+        for name, color in zip(report["lengths"][0]["against"]["generation_flops"], shades, strict=False):
+            values = [at["against"]["generation_flops"][name] for at in report["lengths"]]
+            axis.plot(lengths, values, color=color, label=name)
+        token_axis(axis, lengths, every=2)
+        axis.set_yscale("log")
+        axis.set_title("FLOPs of a generation, exact counts")
+        axis.set_xlabel("generated tokens")
+        axis.legend()

@@ -14,7 +14,7 @@ T (T + 1) / 2 pairs.
 from dataclasses import dataclass
 
 from ..config import MiniMaxM1Config
-from .counts import flops, layer_parameters
+from .counts import layer_parameters
 
 
 @dataclass(frozen=True)
@@ -89,12 +89,6 @@ def _qwen3_235b() -> Peer:
 
 
 R1, R1_ABSORBED, QWEN3 = _deepseek_r1(absorbed=False), _deepseek_r1(absorbed=True), _qwen3_235b()
-
-
-def generation_flops(config: MiniMaxM1Config, T: int) -> int:
-    """Exact FLOPs of generating T tokens, the sum of T decode steps."""
-    mean = flops(config, T, "prefill")
-    return T * (mean.total - mean.components["lightning_intra_chunk"])
 
 
 def figure_curves() -> dict[str, Curve]:

@@ -1,20 +1,28 @@
-"""Cost tables of a configuration against its softmax twin, DeepSeek-R1 or Qwen3-235B: data, text, picture.
+"""Cost tables of a configuration against its softmax twin, DeepSeek-R1 or Qwen3-235B: data and text.
 
 report = cost_report(config, against="softmax")      plain numbers, ready for json.dumps
 print(cost_text(report))
-cost_plot(report, "cost.svg")
+plotting.cost_plot(report, "cost.svg")
 """
 
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from ..config import MiniMaxM1Config
-from .counts import break_even, cache_bytes, flops, inference_bytes, parameters, softmax_twin, weight_bytes
-from .plotting import COLORS, picture, token_axis, tokens
-from .published import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
-from .roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
+from ..formatting import byte_text, table, tokens
+from .counts import (
+    break_even,
+    cache_bytes,
+    flops,
+    generation_flops,
+    inference_bytes,
+    parameters,
+    softmax_twin,
+    weight_bytes,
+)
+from .published import QWEN3, R1, R1_ABSORBED, figure_curves
+from .roofline import Device, decode_bound, prefill_bound
 
 Against = Literal["softmax", "r1", "qwen3"]
 LENGTHS = tuple(2**n for n in range(10, 21))
@@ -105,15 +113,15 @@ def _bounds(config: MiniMaxM1Config, device: Device, length: int, dtype: str) ->
 
 def cost_text(report: dict[str, Any]) -> str:
     """The report as tables for a terminal; of the lengths, those of `TABLE_LENGTHS` if they are there."""
-    rows = [row for row in report["lengths"] if row["length"] in TABLE_LENGTHS] or report["lengths"]
-    parts = [_parameter_text(report), _length_text(report, rows)]
+    shown = [at for at in report["lengths"] if at["length"] in TABLE_LENGTHS] or report["lengths"]
+    parts = [_parameter_text(report), _length_text(report, shown)]
     even = report["break_even_tokens"]
     parts.append(
         "a lightning layer is cheaper than a softmax layer of the same widths "
         f"from {even['memory']:,.0f} tokens (memory), {even['decode_flops']:,.0f} (FLOPs of a decode step)"
     )
     if report["bounds"]:
-        parts.append(_bound_text(report, {row["length"] for row in rows}))
+        parts.append(_bound_text(report, {at["length"] for at in shown}))
     return "\n\n".join(parts)
 
 
@@ -133,31 +141,31 @@ def _parameter_text(report: dict[str, Any]) -> str:
     return table(("parameters", "total", "active"), lines) + f"\nweights: {weights}"
 
 
-def _length_text(report: dict[str, Any], rows: list[dict[str, Any]]) -> str:
+def _length_text(report: dict[str, Any], entries: list[dict[str, Any]]) -> str:
     if report["against"] == "softmax":
         head = (
             "length", "prefill FLOPs/token", "of twin", "decode FLOPs/token", "of twin",
             f"cache ({report['dtype']})", "of twin", "inference memory",
         )  # fmt: skip
         lines = []
-        for row in rows:
-            twin, cells = row["against"], [tokens(row["length"])]
+        for at in entries:
+            twin, cells = at["against"], [tokens(at["length"])]
             for mode in ("prefill", "decode"):
-                ours, theirs = (r["flops_per_token"][mode]["total"] for r in (row, twin))
+                ours, theirs = (r["flops_per_token"][mode]["total"] for r in (at, twin))
                 cells += [f"{ours:.4g}", f"{ours / theirs:.1%}"]
-            ours, theirs = (r["cache_bytes"]["total"] for r in (row, twin))
-            lines.append([*cells, byte_text(ours), f"{ours / theirs:.1%}", byte_text(row["inference_bytes"])])
+            ours, theirs = (r["cache_bytes"]["total"] for r in (at, twin))
+            lines.append([*cells, byte_text(ours), f"{ours / theirs:.1%}", byte_text(at["inference_bytes"])])
         return table(head, lines)
-    names = list(rows[0]["against"]["generation_flops"])
-    figure = "figure1" in rows[0]["against"]
+    names = list(entries[0]["against"]["generation_flops"])
+    figure = "figure1" in entries[0]["against"]
     head = ["generated", "FLOPs", *(f"of {name}" for name in names)]
     head += ["as Figure 1 draws it"] if figure else []
     lines = []
-    for row in rows:
-        ours, theirs = row["generation_flops"], row["against"]["generation_flops"]
-        cells = [tokens(row["length"]), f"{ours:.4g}", *(f"{ours / theirs[name]:.1%}" for name in names)]
+    for at in entries:
+        ours, theirs = at["generation_flops"], at["against"]["generation_flops"]
+        cells = [tokens(at["length"]), f"{ours:.4g}", *(f"{ours / theirs[name]:.1%}" for name in names)]
         if figure:
-            drawn = row["against"]["figure1"]
+            drawn = at["against"]["figure1"]
             cells.append(f"{drawn['ours'] / drawn['theirs']:.1%}")
         lines.append(cells)
     return table(head, lines)
@@ -174,72 +182,3 @@ def _bound_text(report: dict[str, Any], lengths: set[int]) -> str:
     ]  # fmt: skip
     head = ("at least, on", "length", "decode step", "limit", "prefill", "limit")
     return table(head, lines)
-
-
-def cost_plot(report: dict[str, Any], path: Path | str) -> None:
-    """Draw the report: per token and cache against the twin, or generation against a peer."""
-    lengths = [row["length"] for row in report["lengths"]]
-    if report["against"] == "softmax":
-        with picture(path, panels=2) as (left, right):
-            for name, rows in (
-                ("hybrid", report["lengths"]),
-                ("softmax", [row["against"] for row in report["lengths"]]),
-            ):
-                label = name if name == "hybrid" else "softmax twin"
-                decode = [row["flops_per_token"]["decode"]["total"] for row in rows]
-                cache = [row["cache_bytes"]["total"] / 1e9 for row in rows]
-                left.plot(lengths, decode, color=COLORS[name], label=label)
-                right.plot(lengths, cache, color=COLORS[name], label=label)
-            left.set_title("FLOPs of one decoded token")
-            right.set_title(f"cache of one sequence, GB ({report['dtype']})")
-            for axis in (left, right):
-                token_axis(axis, lengths, every=2)
-                axis.set_yscale("log")
-                axis.set_xlabel("context, tokens")
-                axis.legend()
-        return
-    with picture(path) as (axis,):
-        axis.plot(lengths, [row["generation_flops"] for row in report["lengths"]], color=COLORS["hybrid"],
-                  label="this model")  # fmt: skip
-        shades = (COLORS["softmax"], COLORS["other"])
-        for name, color in zip(report["lengths"][0]["against"]["generation_flops"], shades, strict=False):
-            values = [row["against"]["generation_flops"][name] for row in report["lengths"]]
-            axis.plot(lengths, values, color=color, label=name)
-        token_axis(axis, lengths, every=2)
-        axis.set_yscale("log")
-        axis.set_title("FLOPs of a generation, exact counts")
-        axis.set_xlabel("generated tokens")
-        axis.legend()
-
-
-def named_devices(names: Sequence[str]) -> list[Device]:
-    """Devices by name: those of `DEVICES`, and "cpu" for this machine, measured now."""
-    found = []
-    for name in names:
-        if name.lower() == "cpu":
-            found.append(this_cpu())
-        elif name.upper() in DEVICES:
-            found.append(DEVICES[name.upper()])
-        else:
-            raise ValueError(f"device {name!r} is unknown; use {sorted(DEVICES)} or 'cpu'")
-    return found
-
-
-def table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Columns under their heads, the first to the left and the others to the right."""
-    widths = [max(len(row[i]) for row in (head, *lines)) for i in range(len(head))]
-    rows = [head, ["-" * width for width in widths], *lines]
-    first, *others = widths
-    return "\n".join(
-        "  ".join([row[0].ljust(first), *(cell.rjust(w) for cell, w in zip(row[1:], others, strict=True))])
-        for row in rows
-    )
-
-
-def byte_text(count: float) -> str:
-    """Bytes as people say them: 293.6 MB (decimal units)."""
-    for unit in ("B", "KB", "MB", "GB"):
-        if count < 1000:
-            return f"{count:.4g} {unit}"
-        count /= 1000
-    return f"{count:.4g} TB"

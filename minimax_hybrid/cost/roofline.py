@@ -6,18 +6,14 @@ A bound, not a forecast: several devices divide both terms and their communicati
 figures for the GPUs (dense, SXM); `this_cpu()` measures the machine it runs on.
 """
 
-import os
-import platform
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 from minimax_kernels import BLOCK
 
 from ..config import MiniMaxM1Config
 from .counts import cache_bytes, flops, itemsize, parameters
+from .this_machine import copy_rate, cpu_name, matmul_rate, total_memory
 
 
 @dataclass(frozen=True)
@@ -93,11 +89,12 @@ def prefill_bound(
 ) -> Bound:
     """`length` tokens of each of `batch` prompts, and the logits of the last of them.
 
-    Weights are read once, as in `decode_bound`; caches are written once.
+    Weights are read once, as in `decode_bound`; caches are written once. Lightning layers work in blocks of
+    `minimax_kernels.BLOCK` positions, as the kernels do.
     """
     moved = _weights_read(config, batch * length, dtype)
     moved += batch * cache_bytes(config, length, dtype=dtype).total
-    per_token = flops(config, length, "prefill")
+    per_token = flops(config, length, "prefill", block=BLOCK)
     head = per_token.components["lm_head"]
     work = batch * (length * (per_token.total - head) + head)
     return _bound(work, moved, device, devices, dtype)
@@ -118,41 +115,19 @@ def _weights_read(config: MiniMaxM1Config, count: int, dtype: str) -> float:
 
 
 def this_cpu(*, size: int = 1536, repeats: int = 5) -> Device:
-    """This machine, measured in about two seconds: square matrix products, a copy larger than its caches."""
-    rates = {}
-    for dtype in ("float32", "bfloat16"):
-        a, b = (torch.randn(size, size).to(getattr(torch, dtype)) for _ in range(2))
-        rates[dtype] = 2 * size**3 / _fastest(lambda a=a, b=b: a @ b, repeats)
-    source = torch.ones(2**26, dtype=torch.float32)
-    target = torch.empty_like(source)
-    bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source), repeats)
-    return Device(cpu_name(), rates, bandwidth, _total_memory())
+    """This machine, measured in about two seconds."""
+    rates = {dtype: matmul_rate(dtype, size=size, repeats=repeats) for dtype in ("float32", "bfloat16")}
+    return Device(cpu_name(), rates, copy_rate(repeats=repeats), total_memory())
 
 
-def cpu_name() -> str:
-    """The processor's name and how many cores the machine has."""
-    name = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as lines:
-            name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        pass
-    return f"{name}, {os.cpu_count()} cores"
-
-
-def _fastest(work: Callable[[], object], repeats: int) -> float:
-    work()
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
-
-
-def _total_memory() -> float:
-    try:
-        with open("/proc/meminfo") as lines:
-            return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemTotal"))
-    except (OSError, StopIteration):
-        return float("inf")  # unknown
+def named_devices(names: Sequence[str]) -> list[Device]:
+    """Devices by name: those of `DEVICES`, and "cpu" for this machine, measured now."""
+    found = []
+    for name in names:
+        if name.lower() == "cpu":
+            found.append(this_cpu())
+        elif name.upper() in DEVICES:
+            found.append(DEVICES[name.upper()])
+        else:
+            raise ValueError(f"device {name!r} is unknown; use {sorted(DEVICES)} or 'cpu'")
+    return found

@@ -1,5 +1,6 @@
 """Checkpoints in every published form: loaded into the same weights, and written back without a loss."""
 
+import inspect
 import json
 import subprocess
 import sys
@@ -12,7 +13,17 @@ from checkpoints import assert_same_weights, save, weights_in
 from safetensors.torch import load_file
 from tiny import many_experts, many_experts_config
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, MiniMaxConfig, MiniMaxForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
+    MiniMaxModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from minimax_hybrid import (
     MiniMaxM1Config,
@@ -312,3 +323,45 @@ def test_the_full_model_would_write_the_published_tensors() -> None:
     }
     assert found == expected["patterns"]
     assert counts.total() == expected["num_tensors"]
+
+
+def test_the_folder_may_be_given_by_keyword(tmp_path):
+    saved = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(num_hidden_layers=2))
+    saved.save_pretrained(tmp_path)
+    loaded = MiniMaxM1ForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in saved.state_dict().items())
+
+
+def test_weights_may_be_given_instead_of_a_folder():
+    saved = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(num_hidden_layers=2))
+    loaded = MiniMaxM1ForCausalLM.from_pretrained(None, config=saved.config, state_dict=saved.state_dict())
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in saved.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "names"),
+    [
+        (MiniMaxM1ForCausalLM, PreTrainedModel, ["from_pretrained", "save_pretrained"]),
+        (MiniMaxM1ForCausalLM, GenerationMixin, ["generate", "_prepare_cache_for_generation"]),
+        (MiniMaxM1Config, PreTrainedConfig, ["from_dict", "get_config_dict"]),
+        (MiniMaxM1ForCausalLM, MiniMaxForCausalLM, ["forward"]),
+        (MiniMaxM1Model, MiniMaxModel, ["forward"]),
+    ],
+)
+def test_overrides_keep_the_parent_s_parameters(ours, theirs, names):
+    """Positional parameters have the parent's names and order; what is not named is passed on."""
+    for name in names:
+        mine, parent = (
+            list(inspect.signature(getattr(kind, name)).parameters.values()) for kind in (ours, theirs)
+        )
+        kinds = {parameter.kind for parameter in mine}
+        own = [p.name for p in mine if p.kind is p.POSITIONAL_OR_KEYWORD]
+        wanted = [p.name for p in parent if p.kind is p.POSITIONAL_OR_KEYWORD]
+        renamed = {"cache": "past_key_values"}  # both are taken, by keyword
+        wanted = [renamed.get(parameter, parameter) for parameter in wanted]
+        if inspect.Parameter.VAR_POSITIONAL in kinds:
+            assert own == wanted[: len(own)] != [], name
+        else:
+            assert own[: len(wanted)] == wanted, name
+        if any(p.kind is p.VAR_KEYWORD for p in parent):
+            assert inspect.Parameter.VAR_KEYWORD in kinds, name

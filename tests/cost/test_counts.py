@@ -20,6 +20,7 @@ from minimax_hybrid.cost.counts import (
 )
 from minimax_hybrid.cost.roofline import DEVICES, Device, decode_bound, prefill_bound, this_cpu
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
+from minimax_kernels import BLOCK
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
 REFERENCE = json.loads((GOLDENS / "flops_reference.json").read_text())
@@ -206,10 +207,20 @@ def test_the_roofline_is_the_larger_time_and_divides_over_devices():
         assert compute.limit == "compute" and compute.seconds == compute.compute
         two = bound(config, 1000, slow_compute, dtype="float32", devices=2)
         assert two.seconds == pytest.approx(compute.seconds / 2)
-    each = flops(config, 1000, "prefill")
+    each = flops(config, 1000, "prefill", block=BLOCK)
     head = each.components["lm_head"]  # of the last token alone
     work = 1000 * (each.total - head) + head
     assert prefill_bound(config, 1000, slow_compute, dtype="float32").seconds == pytest.approx(work / 1e6)
+
+
+def test_a_prefill_bound_counts_the_kernels_own_blocks():
+    config, device = MiniMaxM1Config.m1(), DEVICES["H200"]
+    per_token = {C: flops(config, 8192, "prefill", block=C) for C in (BLOCK, 256)}
+    head = per_token[BLOCK].components["lm_head"]
+    work = 8192 * (per_token[BLOCK].total - head) + head
+    bound = prefill_bound(config, 8192, device)
+    assert bound.compute == pytest.approx(work / device.peak("bfloat16"), rel=1e-12)
+    assert work < 8192 * (per_token[256].total - head) + head
 
 
 def test_this_machine_is_measured():

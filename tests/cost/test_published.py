@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from minimax_hybrid.config import MiniMaxM1Config
-from minimax_hybrid.cost.counts import flops
-from minimax_hybrid.cost.published import QWEN3, R1, R1_ABSORBED, figure_curves, generation_flops
-from minimax_hybrid.cost.report import cost_plot, cost_report, cost_text, named_devices
+from minimax_hybrid.cost.counts import flops, generation_flops
+from minimax_hybrid.cost.plotting import cost_plot
+from minimax_hybrid.cost.published import QWEN3, R1, R1_ABSORBED, figure_curves
+from minimax_hybrid.cost.report import cost_report, cost_text
+from minimax_hybrid.cost.roofline import named_devices
 
 FIGURE = json.loads((Path(__file__).parent.parent / "goldens" / "figure1_right.json").read_text())
 

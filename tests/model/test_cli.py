@@ -18,7 +18,7 @@ from transformers.utils import logging
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM, cli
 from minimax_hybrid.cost.counts import inference_bytes, parameters
-from minimax_hybrid.text import Settings, encode, generate_text, load_model, load_tokenizer
+from minimax_hybrid.text import GenerationSettings, encode, generate_text, load_model, load_tokenizer
 
 ROOT = Path(__file__).parents[2]
 GREEDY = ["--greedy", "--max-new-tokens", "12"]
@@ -170,10 +170,10 @@ def test_streamed_pieces_make_the_text_and_no_character_is_split(folder):
     backend = Tokenizer(models.BPE(vocab=byte_tokens, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    from minimax_hybrid.text import _Watch
+    from minimax_hybrid.text import TokenStream
 
     pieces: list[str] = []
-    watch = _Watch(tokenizer, pieces.append)
+    watch = TokenStream(tokenizer, pieces.append)
     watch.put(torch.tensor([[1]]))
     for token in range(43, 43 + 9):
         watch.put(torch.tensor([token]))
@@ -443,6 +443,39 @@ def test_ctrl_c_ends_it_in_one_word(endless):
     assert process.returncode == 130 and error.strip() == "minimax-hybrid: interrupted"
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("no room"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["python", "gpu", "cpu"],
+)
+def test_too_little_memory_is_said_in_words(run, monkeypatch, error):
+    monkeypatch.setattr(cli, "_read_chat", lambda chat: (_ for _ in ()).throw(error))
+    code, _, err = run("generate", "--chat", "x")
+    assert code == 1 and f"not enough memory: {error}" in err
+
+
+def test_an_illegal_memory_access_is_not_called_too_little_memory(run, monkeypatch):
+    error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    monkeypatch.setattr(cli, "_read_chat", lambda chat: (_ for _ in ()).throw(error))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run("generate", "--chat", "x")
+
+
+def test_the_configuration_is_read_once(run, folder, monkeypatch):
+    read, reads = MiniMaxM1Config.get_config_dict.__func__, []
+    monkeypatch.setattr(
+        MiniMaxM1Config,
+        "get_config_dict",
+        classmethod(lambda cls, *args, **kwargs: reads.append(args) or read(cls, *args, **kwargs)),
+    )
+    assert run("generate", "--model", folder, "--prompt", "12+34=", *GREEDY)[0] == 0
+    assert len(reads) == 1
+
+
 def test_help_of_every_command_is_there(run):
     for name in ("generate", "inspect", "convert", "cost", "train"):
         code, out, _ = run(name, "--help")
@@ -454,10 +487,10 @@ def test_showing_as_it_comes_is_for_one_text(folder):
     model, tokenizer = load_model(folder), load_tokenizer(folder)
     prompts = [encode(tokenizer, text) for text in ("a", "b")]
     with pytest.raises(ValueError, match="one prompt only, got 2"):
-        generate_text(model, tokenizer, prompts, Settings(), show=print)
+        generate_text(model, tokenizer, prompts, GenerationSettings(), show=print)
 
 
 @pytest.mark.parametrize("prompts", [[], [[1], []]], ids=["none", "one of no tokens"])
 def test_prompts_without_tokens_are_refused(folder, prompts):
     with pytest.raises(ValueError, match="give at least one prompt, and a token in each"):
-        generate_text(load_model(folder), load_tokenizer(folder), prompts, Settings())
+        generate_text(load_model(folder), load_tokenizer(folder), prompts, GenerationSettings())

@@ -295,3 +295,28 @@ def test_the_named_sizes_are_the_releases_shape() -> None:
     assert full.layernorm_mlp_alpha == pytest.approx(ALPHA)
     assert MiniMaxM1Config.tiny(vocab_size=7).vocab_size == 7
     assert MiniMaxM1Config.tiny().attn_type_list == reference
+
+
+def test_rope_parameters_can_be_set_on_a_built_config():
+    config = MiniMaxM1Config.tiny()
+    config.rope_parameters = {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25}
+    assert (config.rope_theta, config.rotary_dim) == (500.0, 8)
+    config.rope_parameters = {"rope_type": "default"}
+    assert (config.rope_theta, config.rotary_dim) == (500.0, 8)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0}, "rope_type is 'yarn'"),
+        ({"rope_type": "linear", "factor": 4.0}, "rope_type is 'linear'"),
+        ({"rope_type": "default", "rope_theta": -1.0}, "rope_theta is -1.0"),
+        ("default", "must be a dictionary"),
+    ],
+    ids=str,
+)
+def test_rope_parameters_that_are_not_supported_are_refused_when_set(parameters, words):
+    config = MiniMaxM1Config.tiny()
+    with pytest.raises(ValueError, match=words):
+        config.rope_parameters = parameters
+    assert config.rope_theta == 1e7 and config.rotary_dim == 16

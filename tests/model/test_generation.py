@@ -348,6 +348,32 @@ def test_the_first_of_two_reasons_counts(row: list[int], stopped_after: int, rea
     assert finish_reasons(torch.tensor([row]), end_tokens=[9, 10], repetition_stop=stop) == [reason]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"num_beams": 2}, "cannot be used with num_beams"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt lookup"),
+        ({"prompt_lookup_num_tokens": 9999}, "prompt_lookup_num_tokens is 9999"),
+        ({"assistant_early_exit": 1}, "assistant_early_exit drafts"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+@pytest.mark.parametrize("positional", [True, False])
+def test_a_generation_config_is_checked_however_it_is_given(options, words, positional) -> None:
+    config = GenerationConfig(**GREEDY, max_new_tokens=3, **options)
+    with pytest.raises(ValueError, match=words):
+        if positional:
+            NET.generate(tokens(1, 9), config, repetition_stop=RepetitionStop())
+        else:
+            NET.generate(tokens(1, 9), generation_config=config, repetition_stop=RepetitionStop())
+
+
+def test_processors_and_criteria_may_be_positional() -> None:
+    config = GenerationConfig(**GREEDY, max_new_tokens=3)
+    found = NET.generate(tokens(1, 9), config, [], [], repetition_stop=RepetitionStop())
+    assert torch.equal(found, NET.generate(tokens(1, 9), config))
+
+
 def test_the_repetition_stop_is_refused_where_it_cannot_count() -> None:
     for options in (
         {"num_beams": 2},

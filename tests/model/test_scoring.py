@@ -89,7 +89,7 @@ def test_what_cannot_be_honoured_is_refused(model, call, words):
 def test_generation_from_right_padding_is_refused(model):
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[1, 15:] = 0
-    with pytest.raises(ValueError, match=r"rows \[1\] end in padding.*pad on the left"):
+    with pytest.raises(ValueError, match=r"sequences \[1\] end in padding.*pad on the left"):
         model.generate(tokens(2), attention_mask=mask, max_new_tokens=2)
 
 
