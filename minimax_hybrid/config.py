@@ -8,6 +8,7 @@ Two spellings exist for the same model: the release's (`minimax_m1`, `minimax_te
 import copy
 import json
 import math
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -197,12 +198,15 @@ class MiniMaxM1Config(PreTrainedConfig):
         return kwargs
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | os.PathLike, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """The raw dictionary, with the model type of any spelling we read turned into this class's own."""
         try:
-            config, kwargs = super().get_config_dict(*args, **kwargs)
+            config, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         except (AttributeError, TypeError) as error:
-            raise ValueError(f"config.json is not a JSON object ({error}), in {args[0]}") from error
+            where = pretrained_model_name_or_path
+            raise ValueError(f"config.json is not a JSON object ({error}), in {where}") from error
         return cls._own_type(config), kwargs
 
     @classmethod

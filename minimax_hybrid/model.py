@@ -135,13 +135,12 @@ class HybridPreTrainedModel(PreTrainedModel):
         it what fits is loaded, the rest initialised, warned of, and listed with `output_loading_info=True`.
 
         Raises:
-            ValueError: tensors that are missing, unexpected or of another shape, each with its file and
-                shapes; a damaged file.
+            ValueError: tensors that do not fit, each with its file and shapes; a damaged file.
             FileNotFoundError: weights or shards that are not there.
         """
-        path = pretrained_model_name_or_path
-        plan = loading.plan_load(cls, path, kwargs, strict=strict)
-        model, info = super().from_pretrained(path, *model_args, **plan.options, output_loading_info=True)
+        plan = loading.plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
+        options = plan.options | {"output_loading_info": True}
+        model, info = super().from_pretrained(plan.path, *model_args, **options)
         loading.complete_load(model, info, plan)
         return (model, info) if output_loading_info else model
 
@@ -386,10 +385,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         *args: Any,
         **kwargs: Any,
     ) -> None:
-        """Write the published layout.
-
-        A head that training keeps in a type of its own is saved in the model's, which `config.json` names.
-        """
+        """Write the published layout, with a head of another type saved in the model's own type."""
         if state_dict is None and self.lm_head.weight.dtype != self.dtype:
             state_dict = self.state_dict()
             state_dict["lm_head.weight"] = state_dict["lm_head.weight"].to(self.dtype)

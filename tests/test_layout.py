@@ -15,7 +15,7 @@ SKIPPED = {".venv", ".git", "build", "dist", "runs", "__pycache__"}
 # minimax_hybrid that is not listed belongs to "model".
 FLOORS = {
     "kernels": ("minimax_kernels",),
-    "config": ("config", "compat"),
+    "config": ("config", "compat", "formatting"),
     "layers": (
         "layers",
         "lightning_attention",

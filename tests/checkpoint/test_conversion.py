@@ -98,7 +98,7 @@ def test_a_folder_saved_by_transformers_own_class_becomes_a_release(tmp_path: Pa
     "changes, words",
     [
         ({"rotary_dim": 8}, "rotates all 16 dimensions of a head, this model the first 8"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "6 heads, no power of two"),
+        ({"num_attention_heads": 6, "num_key_value_heads": 3}, "6 heads, which is not a power of two"),
         ({"postnorm": False}, "postnorm is false"),
         ({"shared_intermediate_size": 16}, "no shared expert"),
     ],
