@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from minimax_hybrid.cache import HybridCache
 from minimax_hybrid.chunked_prefill import prefill
-from minimax_hybrid.cost.plotting import tokens
+from minimax_hybrid.formatting import tokens
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from ..harness.measure import Stopped, peak_bytes

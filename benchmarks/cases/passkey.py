@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 
 from minimax_hybrid.config import LIGHTNING, SOFTMAX, MiniMaxM1Config
-from minimax_hybrid.cost.plotting import COLORS, picture, tokens
+from minimax_hybrid.cost.plotting import COLORS, picture
+from minimax_hybrid.formatting import tokens
 from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from ..harness.pages import markdown

@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from minimax_hybrid.cost.plotting import tokens
+from minimax_hybrid.formatting import tokens
 
 from .. import cases
 from .rows import RESULTS, ROOT, Row, files, newest, read

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from minimax_hybrid.cost.roofline import cpu_name
+from minimax_hybrid.cost.this_machine import cpu_name
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
