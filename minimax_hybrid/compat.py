@@ -5,7 +5,9 @@ both and return an output that answers to both.
 """
 
 import inspect
+from dataclasses import dataclass
 
+from torch import Tensor
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
@@ -15,8 +17,11 @@ MASK_CACHE_NAME = (
 )
 
 
+@dataclass
 class HybridModelOutput(MoeModelOutputWithPast):
-    """Hidden states (B, T, M), and on request the cache and every layer's router logits (N, E)."""
+    """Hidden states (B, T, M), and on request the cache, router logits and routed experts (B, T, L, A)."""
+
+    routed_experts: Tensor | None = None
 
     if CACHE_NAME != "cache":
 
@@ -25,8 +30,11 @@ class HybridModelOutput(MoeModelOutputWithPast):
             return self.past_key_values
 
 
+@dataclass
 class HybridCausalLMOutput(MoeCausalLMOutputWithPast):
-    """Logits (B, T, V), and on request the loss, the cache and every layer's router logits (N, E)."""
+    """Logits (B, T, V), and on request the loss, the cache, router logits and routed experts (B, T, L, A)."""
+
+    routed_experts: Tensor | None = None
 
     if CACHE_NAME != "cache":
 

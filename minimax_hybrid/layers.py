@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from minimax_kernels import linear, rms_norm
 
 
-class Linear(nn.Linear):
+class BiasFreeLinear(nn.Linear):
     """A projection without bias, by the fastest float32 product a CPU has; elsewhere PyTorch's own."""
 
     def __init__(self, width_in: int, width_out: int):
@@ -51,13 +51,13 @@ class RotaryEmbedding(nn.Module):
         return angle.cos(), angle.sin()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the leading dimensions of x (B, H, T, D) by halves, in float32; the rest passes through."""
     width = cos.shape[-1]
-    turning, still = x[..., :width].to(torch.promote_types(x.dtype, cos.dtype)), x[..., width:]
-    first, second = turning.chunk(2, dim=-1)
-    turned = turning * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned.to(x.dtype), still), dim=-1)
+    x_rot, x_pass = x[..., :width].to(torch.promote_types(x.dtype, cos.dtype)), x[..., width:]
+    first, second = x_rot.chunk(2, dim=-1)
+    rotated = x_rot * cos + torch.cat((-second, first), dim=-1) * sin
+    return torch.cat((rotated.to(x.dtype), x_pass), dim=-1)
 
 
 def weighted_residual(residual: Tensor, branch: Tensor, *, alpha: float, beta: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The lightning attention layer: linear attention whose memory fades at a speed of each head's own.
+"""The lightning attention layer: linear attention whose memory decays at a rate of each head's own.
 
     q, k, v = split(silu(x W_qkv))      per head: (B, T, H, 3 D), then three parts
     out     = lightning_attention(q, k, v, log_decay)
@@ -15,18 +15,32 @@ import torch
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
-from minimax_kernels import lightning_attention
+from minimax_kernels import (
+    BlockMemory,
+    extend,
+    extend_packed,
+    lightning_attention,
+    lightning_decode,
+    padded_lightning_attention,
+)
+from minimax_kernels.backends import Backend, tracked
+from minimax_kernels.lightning.extend import current_state, fold
 
-from .cache import HybridCache
+from .cache import HybridCache, LightningCacheLayer, writable
 from .config import MiniMaxM1Config
-from .layers import Linear, RMSNorm
-from .sequences import Sequences, padded_lightning_attention
+from .layers import BiasFreeLinear, RMSNorm
+from .sequences import SequenceMetadata
 
 NORM_EPS = 1e-6  # whatever rms_norm_eps says: the release builds this norm without it
 
 
 class LightningAttention(nn.Module):
-    """Input and output (B, T, M); the norm runs over all H * D channels together."""
+    """Input and output (B, T, M); the norm runs over all H * D channels together.
+
+    `backend` is the operator's: "auto", or one of its names to compare them.
+    """
+
+    backend: Backend = "auto"
 
     def __init__(self, config: MiniMaxM1Config, layer_idx: int):
         super().__init__()
@@ -35,43 +49,86 @@ class LightningAttention(nn.Module):
         self.num_heads, self.head_dim = config.num_attention_heads, config.head_dim
         width = self.num_heads * self.head_dim
         self.act = ACT2FN[config.hidden_act]
-        self.qkv_proj = Linear(config.hidden_size, 3 * width)
-        self.output_gate = Linear(config.hidden_size, width)
-        self.out_proj = Linear(width, config.hidden_size)
+        self.qkv_proj = BiasFreeLinear(config.hidden_size, 3 * width)
+        self.output_gate = BiasFreeLinear(config.hidden_size, width)
+        self.out_proj = BiasFreeLinear(width, config.hidden_size)
         self.norm = RMSNorm(width, eps=NORM_EPS)
 
-    def forward(self, x: Tensor, sequences: Sequences, cache: HybridCache | None) -> Tensor:
-        B, T, _ = x.shape
-        qkv = self.act(self.qkv_proj(x)).view(B, T, self.num_heads, 3 * self.head_dim)
-        q, k, v = qkv.split(self.head_dim, dim=-1)  # (B, T, H, D)
-        log_decay = layer_log_decay(self.num_heads, self.layer_idx, self.num_layers, device=x.device)
-        out = self._attend(q, k, v, log_decay, sequences, cache)
+    def forward(self, x: Tensor, sequences: SequenceMetadata, cache: HybridCache | None) -> Tensor:
+        q, k, v = self.project(x)
+        if cache is None:
+            out = self._attend(q, k, v, sequences)
+        else:
+            out = self._attend_with_cache(q, k, v, sequences, cache.layers[self.layer_idx])
         out = self.norm(out.flatten(2)) * self.output_gate(x).sigmoid()
         return self.out_proj(out)
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        sequences: Sequences,
-        cache: HybridCache | None,
-    ) -> Tensor:
-        memory = None if cache is None else cache.layers[self.layer_idx]
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, (B, T, H, D) each, of x (B, T, M)."""
+        B, T, _ = x.shape
+        qkv = self.act(self.qkv_proj(x)).view(B, T, self.num_heads, 3 * self.head_dim)
+        q, k, v = qkv.split(self.head_dim, dim=-1)
+        return q, k, v
+
+    def log_decay(self, device: torch.device) -> Tensor:
+        return layer_log_decay(self.num_heads, self.layer_idx, self.num_layers, device=device)
+
+    def current_state(self, cache: HybridCache) -> Tensor | None:
+        """The state (B, H, D, D) after the last cached position, None before the first."""
+        layer = cache.layers[self.layer_idx]
+        if not layer.is_initialized:
+            return None
+        memory = layer.stored
+        return current_state(memory, self.log_decay(memory.state.device))
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceMetadata) -> Tensor:
+        log_decay = self.log_decay(q.device)
         if sequences.cu_seqlens is None:
-            if memory is not None:
-                return memory.attend(q, k, v, log_decay, real=sequences.real)
-            return padded_lightning_attention(q, k, v, log_decay, mask=sequences.real)[0]
-        rows = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
-        out, _ = lightning_attention(*rows, log_decay, cu_seqlens=sequences.cu_seqlens)
-        if memory is not None:
-            memory.attend(q, k, v, log_decay, real=sequences.last_document)
+            return padded_lightning_attention(
+                q, k, v, log_decay, token_mask=sequences.token_mask, backend=self.backend
+            )[0]
+        packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
+        out, _ = lightning_attention(
+            *packed, log_decay, cu_seqlens=sequences.cu_seqlens, backend=self.backend
+        )
         return out.view(v.shape)
+
+    def _attend_with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceMetadata, layer: LightningCacheLayer
+    ) -> Tensor:
+        T, log_decay = q.shape[1], self.log_decay(q.device)
+        if sequences.cu_seqlens is not None:  # packed documents begin with an empty cache
+            out, memory = extend_packed(
+                q, k, v, log_decay, cu_seqlens=sequences.cu_seqlens, last_document=sequences.last_document,
+                max_rollback=layer.max_rollback, backend=self.backend,
+            )  # fmt: skip
+            layer.put(memory, T)
+            return out
+        memory = layer.memory(k, v)
+        one_token = T == 1 and sequences.token_mask is None and layer.may_fold
+        if layer.may_fold and not (one_token and memory.is_one_block()):
+            memory = fold(memory, log_decay)
+        if one_token and not tracked(q, k, v, *memory):
+            memory = _owned(memory)
+            out = lightning_decode(q, k, v, log_decay, memory, backend=self.backend)
+        else:
+            out, memory = extend(
+                q, k, v, log_decay, memory, token_mask=sequences.token_mask,
+                max_rollback=layer.max_rollback, backend=self.backend,
+            )  # fmt: skip
+        layer.put(memory, T)
+        return out
+
+
+def _owned(memory: BlockMemory) -> BlockMemory:
+    """A memory that a decode step may write into: part of no graph, and no inference tensor."""
+    if any(x.requires_grad or not writable(x) for x in memory):
+        return memory.map(lambda x: x.detach().clone())
+    return memory
 
 
 @cache  # a constant of the layer: made once for each device
-@torch.inference_mode(False)
+@torch.inference_mode(False)  # made inside inference mode, it could not be used in training
 def layer_log_decay(num_heads: int, layer_idx: int, num_layers: int, *, device: torch.device) -> Tensor:
     """log_decay (H,) float32 of one layer: minus ALiBi's slopes times (1 - i / (L - 1) + 1e-5).
 

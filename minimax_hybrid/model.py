@@ -11,7 +11,7 @@ Shapes: B batch, T positions, M model width, E experts, A experts per token, L l
 """
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import can_return_tuple
+
+from minimax_kernels import IGNORED
+from minimax_kernels.backends import can_check_values
 
 from .cache import HybridCache
 from .checkpoint import loading
@@ -30,11 +33,20 @@ from .generation import HybridGenerationMixin
 from .layers import RMSNorm, RotaryEmbedding, weighted_residual
 from .lightning_attention import LightningAttention
 from .lm_head import LMHead, head_log_probs
-from .sequences import Sequences, find_sequences, uncached_sequences
+from .sequences import SequenceMetadata, find_sequences
 from .softmax_attention import SoftmaxAttention
 
 # How some collators mark packed documents, beside or in place of position ids
 _FLASH_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+class LayerOutput(NamedTuple):
+    """What a layer gives: (B, T, M), (N, E), (N, A) with N = B * T, and (B, H, T, past + T) or None."""
+
+    hidden: Tensor
+    router_logits: Tensor
+    topk_expert_ids: Tensor
+    attentions: Tensor | None
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -61,32 +73,30 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(
         self,
         x: Tensor,
-        sequences: Sequences,
+        sequences: SequenceMetadata,
         *,
         rotary: tuple[Tensor, Tensor],
         attention_mask: Tensor | None,
-        chosen_experts: Tensor | None = None,
+        topk_expert_ids: Tensor | None = None,
         cache: HybridCache | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Output (B, T, M), the router's logits (B * T, E), and attention weights where the layer has any."""
+    ) -> LayerOutput:
+        """x (B, T, M) through the layer; given expert ids (N, A) replace the router's choice."""
+        sequences = sequences.to(x.device)
         h = self.input_layernorm(x)
-        weights = None
+        attentions = None
         if self.is_lightning:
             branch = self.self_attn(h, sequences, cache)
         else:
-            branch, weights = self.self_attn(
+            branch, attentions = self.self_attn(
                 h, sequences, cache, rotary=rotary, attention_mask=attention_mask
             )
         x = weighted_residual(h if self.postnorm else x, branch, **self.attention_factors)
         h = self.post_attention_layernorm(x)
-        branch, router_logits = self.block_sparse_moe(h, chosen_experts)
+        branch, router_logits, topk_expert_ids = self.block_sparse_moe(h, topk_expert_ids)
         if hasattr(self, "shared_mlp"):
             branch = mix_shared(branch, self.shared_mlp(h), h, self.coefficient.weight)
-        return (
-            weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors),
-            router_logits,
-            weights,
-        )
+        x = weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors)
+        return LayerOutput(x, router_logits, topk_expert_ids, attentions)
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -171,6 +181,8 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         output_router_logits: bool | None = None,
         cache: HybridCache | None = None,
         routed_experts: Tensor | None = None,
+        output_routed_experts: bool = False,
+        sequences: SequenceMetadata | None = None,
         **kwargs: Any,
     ) -> HybridModelOutput:
         """Run the stack.
@@ -178,10 +190,12 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         Args:
             input_ids: (B, T) tokens, or `inputs_embeds` (B, T, M) in their place.
             attention_mask: (B, past + T), 0 at padding, wherever it lies.
-            position_ids: (B, T); where they restart and no mask hides anything, rows hold packed documents.
+            position_ids: (B, T); where they restart and no mask hides anything, documents are packed.
             cache (or past_key_values): continue what it holds, whatever `use_cache` says; made here if
                 `use_cache` and none is given.
             routed_experts: (B, T, L, A) experts to use instead of the router's own choice.
+            output_routed_experts: return the experts used, (B, T, L, A) int64.
+            sequences: what mask and position ids describe, where the caller has found it already.
 
         Returns:
             `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final
@@ -197,34 +211,60 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         x = self._embed(input_ids, inputs_embeds)
         B, T, _ = x.shape
         cache = self._cache_for(cache, use_cache)
-        chosen = self._replayed(routed_experts, B, T)
-        sequences = find_sequences(
-            B, T, attention_mask=attention_mask, position_ids=position_ids, cache=cache, device=x.device
-        )
+        replayed = self._replayed(routed_experts, B, T)
+        if sequences is None:
+            sequences = self.find_sequences(x, attention_mask, position_ids, cache)
         shared = dict(
             rotary=self.rotary_emb(sequences.position_ids),
             attention_mask=self._causal_mask(x, sequences, cache),
         )
-        record = {
-            name: [] if _asked(given, getattr(self.config, f"output_{name}")) else None
+        wants_states, wants_attentions, wants_router = (
+            _asked(given, getattr(self.config, f"output_{name}"))
             for name, given in (
                 ("hidden_states", output_hidden_states),
                 ("attentions", output_attentions),
                 ("router_logits", output_router_logits),
             )
-        }
+        )
+        inputs, outputs = [], []
         if cache is not None:
             cache.begin(B)
-        for i, layer in enumerate(self.layers):
-            _note(record, hidden_states=x)
-            x, logits, weights = layer(x, sequences, chosen_experts=chosen[i], cache=cache, **shared)
-            _note(record, router_logits=logits, attentions=weights)
+        for layer, expert_ids in zip(self.layers, replayed, strict=True):
+            if wants_states:
+                inputs.append(x)
+            out = LayerOutput(*layer(x, sequences, topk_expert_ids=expert_ids, cache=cache, **shared))
+            x = out.hidden
+            outputs.append(out._replace(hidden=None))
         x = self.norm(x)
-        _note(record, hidden_states=x)
         if cache is not None:
-            cache.end(sequences)
-        recorded = {name: None if values is None else tuple(values) for name, values in record.items()}
-        return HybridModelOutput(last_hidden_state=x, **recorded, **{CACHE_NAME: cache})
+            cache.end(sequences.cached_token_mask())
+        routed = [out.topk_expert_ids.to(x.device) for out in outputs] if output_routed_experts else None
+        return HybridModelOutput(
+            last_hidden_state=x,
+            hidden_states=(*inputs, x) if wants_states else None,
+            attentions=tuple(out.attentions for out in outputs) if wants_attentions else None,
+            router_logits=tuple(out.router_logits for out in outputs) if wants_router else None,
+            routed_experts=None if routed is None else torch.stack(routed, dim=1).view(B, T, len(routed), -1),
+            **{CACHE_NAME: cache},
+        )
+
+    def find_sequences(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cache: HybridCache | None = None,
+    ) -> SequenceMetadata:
+        """Where the sequences of an input x (B, T) or (B, T, M) lie."""
+        past = 0 if cache is None else cache.get_seq_length()
+        return find_sequences(
+            *x.shape[:2],
+            device=x.device,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past=past,
+            past_mask=None if cache is None else cache.token_mask,
+        )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -232,16 +272,16 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         given = input_ids if inputs_embeds is None else inputs_embeds
         if 0 in given.shape[:2]:
             raise ValueError(
-                f"the input is empty, (B, T) = {tuple(given.shape[:2])}; give at least one row of one token"
+                f"the input is empty, (B, T) = {tuple(given.shape[:2])}; give a sequence of a token at least"
             )
         if inputs_embeds is not None:
             return inputs_embeds
         if input_ids.ndim != 2:
             raise ValueError(f"input_ids must be (batch, positions), got {tuple(input_ids.shape)}")
-        rows = self.embed_tokens.num_embeddings
-        if input_ids.device.type == "cpu" and not 0 <= input_ids.min() <= input_ids.max() < rows:
-            wrong = input_ids[(input_ids < 0) | (input_ids >= rows)][0]
-            raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {rows}; check the tokenizer")
+        V = self.embed_tokens.num_embeddings
+        if can_check_values(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < V:
+            wrong = input_ids[(input_ids < 0) | (input_ids >= V)][0]
+            raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {V}; check the tokenizer")
         return self.embed_tokens(input_ids)
 
     def _cache_for(self, cache: HybridCache | None, use_cache: bool | None) -> HybridCache | None:
@@ -274,21 +314,23 @@ class MiniMaxM1Model(HybridPreTrainedModel):
                 "replay needs the routing of exactly these positions"
             )
         outside = (routed_experts < 0) | (routed_experts >= self.config.num_local_experts)
-        if routed_experts.device.type == "cpu" and bool(outside.any()):
+        if can_check_values(routed_experts) and bool(outside.any()):
             raise ValueError(
                 f"routed_experts holds {int(routed_experts[outside][0])}; experts are numbered from 0 to "
                 f"{self.config.num_local_experts - 1}"
             )
         return list(routed_experts.long().reshape(B * T, L, A).unbind(1))
 
-    def _causal_mask(self, x: Tensor, sequences: Sequences, cache: HybridCache | None) -> Tensor | None:
+    def _causal_mask(
+        self, x: Tensor, sequences: SequenceMetadata, cache: HybridCache | None
+    ) -> Tensor | None:
         """The mask of softmax layers, in the form that the chosen attention takes."""
         packed = sequences.cu_seqlens is not None
-        past = None if packed or cache is None else cache  # packed rows begin with an empty cache
+        past = None if packed or cache is None else cache  # packed documents begin with an empty cache
         return create_causal_mask(
             config=self.config,
             inputs_embeds=x,
-            attention_mask=None if sequences.history is None else sequences.history.long(),
+            attention_mask=None if sequences.full_token_mask is None else sequences.full_token_mask.long(),
             position_ids=sequences.position_ids if packed else None,
             **{MASK_CACHE_NAME: past},
         )
@@ -322,6 +364,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         logits_to_keep: int | Tensor = 0,
         cache: HybridCache | None = None,
         routed_experts: Tensor | None = None,
+        output_routed_experts: bool = False,
         **kwargs: Any,
     ) -> HybridCausalLMOutput:
         """Logits (B, T, V), the last `logits_to_keep` of them if that is above 0, in `config.head_dtype`.
@@ -333,17 +376,23 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
                 times the load-balancing loss if router logits are asked for, by the same share of the whole.
         """
         wants_router = _asked(output_router_logits, self.config.output_router_logits)
+        cache = _one_cache(cache, past_key_values)
+        sequences = None
+        if labels is not None:
+            sequences = self.model.find_sequences(labels, attention_mask, position_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=_one_cache(cache, past_key_values),
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             output_router_logits=wants_router,
             routed_experts=routed_experts,
+            output_routed_experts=output_routed_experts or wants_router,
+            sequences=sequences,
             **{name: kwargs.get(name) for name in _FLASH_BOUNDS},
         )
         hidden = outputs.last_hidden_state
@@ -353,18 +402,19 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
         logits = self.lm_head(hidden[:, kept])
         loss = aux_loss = None
-        if labels is not None:
-            targets = uncached_sequences(labels, attention_mask, position_ids).next_tokens(labels)
-            learnt = (targets != -100).sum()
+        if sequences is not None:
+            targets = sequences.next_tokens(labels)
+            learnt = (targets != IGNORED).sum()
             total = kwargs.pop("num_items_in_batch", None)
             total = learnt.clamp(min=1) if total is None else total
             loss = self.loss_function(
                 logits, None, self.vocab_size, num_items_in_batch=total, shift_labels=targets, **kwargs
             )
         if wants_router:
-            real = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :] != 0
-            aux_loss = load_balancing_loss(outputs.router_logits, self.config.num_experts_per_tok, real)
-            if labels is not None:
+            token_mask = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :] != 0
+            expert_ids = outputs.routed_experts.flatten(0, 1).unbind(1)
+            aux_loss = load_balancing_loss(outputs.router_logits, expert_ids, token_mask)
+            if loss is not None:
                 # a micro-batch counts by its share of the tokens, so that all of them add up to one loss
                 loss = loss + self.config.router_aux_loss_coef * (learnt / total) * aux_loss.to(loss.device)
         return HybridCausalLMOutput(
@@ -374,6 +424,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
             router_logits=outputs.router_logits,
+            routed_experts=outputs.routed_experts if output_routed_experts else None,
             **{CACHE_NAME: outputs.cache},
         )
 
@@ -410,14 +461,10 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             input_ids: (B, T); attention_mask, position_ids, routed_experts: as in the forward pass.
             entropy: return the entropy (B, T) of each distribution as well, in nats.
         """
+        sequences = self.model.find_sequences(input_ids, attention_mask, position_ids)
         outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            routed_experts=routed_experts,
-            use_cache=False,
+            input_ids=input_ids, sequences=sequences, routed_experts=routed_experts, use_cache=False
         )
-        sequences = uncached_sequences(input_ids, attention_mask, position_ids)
         results = head_log_probs(
             self.lm_head,
             outputs.last_hidden_state,
@@ -441,12 +488,6 @@ class MiniMaxText01Model(MiniMaxM1Model):
     """The stack under the name of the earlier release."""
 
     config_class = MiniMaxText01Config
-
-
-def _note(record: dict[str, list | None], **values: Any) -> None:
-    for name, value in values.items():
-        if record[name] is not None:
-            record[name].append(value)
 
 
 def _asked(given: bool | None, configured: bool | None) -> bool:

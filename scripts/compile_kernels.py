@@ -23,9 +23,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from minimax_kernels import BLOCK
 from minimax_kernels.lightning import triton_decode, triton_forward, triton_segments
 from minimax_kernels.lightning.triton_backward import backward
-from minimax_kernels.packing import BLOCK
 
 TYPES = ("bfloat16", "float16", "float32")
 WIDTHS = (16, 32, 64, 128, 256)  # 80, 96 and 192 run in the next larger tile

@@ -81,7 +81,12 @@ def results(inputs: LightningInputs, run: Callable[..., tuple[Tensor, Tensor]]) 
     leaves = {name: x.detach().requires_grad_() for name, x in leaves.items() if x is not None}
     state = leaves.get("state")
     out, last = run(
-        leaves["q"], leaves["k"], leaves["v"], inputs.log_decay, state=state, cu_seqlens=inputs.cu_seqlens
+        leaves["q"],
+        leaves["k"],
+        leaves["v"],
+        inputs.log_decay,
+        initial_state=state,
+        cu_seqlens=inputs.cu_seqlens,
     )
     # A result that no input reaches, such as the rows of empty sequences, is a constant.
     reached = [(x, dx) for x, dx in ((out, inputs.dout), (last, inputs.dlast)) if x.requires_grad]
@@ -108,11 +113,18 @@ def plain_results(inputs: LightningInputs) -> list[dict[str, Tensor]]:
 
 
 def _plain_formula(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, *, state: Tensor | None, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    *,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     B, T, H, Dk = q.shape
     bounds = [0, T] if cu_seqlens is None else cu_seqlens.tolist()
     S = B if cu_seqlens is None else len(bounds) - 1
+    state = initial_state
     if state is None:
         state = torch.zeros(S, H, Dk, v.shape[-1], device=q.device)
     outs, lasts = [], []

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 
 from minimax_hybrid import HybridCache, MiniMaxM1Config, MiniMaxM1ForCausalLM
+from minimax_hybrid.lightning_attention import layer_log_decay
+from minimax_kernels.lightning.extend import current_state
 
 V = 32
 KINDS = [0, 1, 0, 0]  # a lightning layer first: nothing may rely on the length of layer 0's keys
@@ -137,6 +139,15 @@ def assert_close(found: Tensor, wanted: Tensor, tolerance: float = TOLERANCE) ->
     assert off <= tolerance, f"off by {off:.3g}, allowed are {tolerance:.3g}"
 
 
+def current_state_of(cache: HybridCache, i: int) -> Tensor | None:
+    """The state of lightning layer i after the last cached position."""
+    memory = cache.layers[i].stored
+    if memory is None:
+        return None
+    H, L = memory.state.shape[1], len(cache.layers)
+    return current_state(memory, layer_log_decay(H, i, L, device=memory.state.device))
+
+
 def cached_tensors(cache: HybridCache) -> Iterator[tuple[str, Tensor]]:
     """Everything a cache remembers: keys, values, states and the mask, by name."""
     for i, layer in enumerate(cache.layers):
@@ -144,9 +155,9 @@ def cached_tensors(cache: HybridCache) -> Iterator[tuple[str, Tensor]]:
             yield f"{i}.keys", layer.keys
             yield f"{i}.values", layer.values
         else:
-            yield f"{i}.state", layer.current_state()
-    if cache.history is not None:
-        yield "history", cache.history.float()
+            yield f"{i}.state", current_state_of(cache, i)
+    if cache.token_mask is not None:
+        yield "token_mask", cache.token_mask.float()
 
 
 def assert_same_memory(found: HybridCache, wanted: HybridCache, tolerance: float = TOLERANCE) -> None:

@@ -128,7 +128,7 @@ def fused_views(T: int = 88_000, H: int = 64, D: int = 128, tail: int = 4096) ->
     def run(state: Tensor | None, *xs: Tensor) -> tuple[Tensor, ...]:
         q, k, v, dout = xs
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out, _ = lightning_attention(*leaves, log_decay, state=state, backend="triton")
+        out, _ = lightning_attention(*leaves, log_decay, initial_state=state, backend="triton")
         return out.detach(), *torch.autograd.grad(out, leaves, dout)
 
     cut = T - tail

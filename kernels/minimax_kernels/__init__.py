@@ -2,23 +2,29 @@
 
 from .gemm import linear
 from .grouped.interface import grouped_linear
+from .head import fp32_linear
+from .lightning.extend import extend, extend_packed, padded_lightning_attention
 from .lightning.interface import lightning_attention, lightning_decode
+from .lightning.memory import BLOCK, BlockMemory
 from .log_probs.interface import token_log_probs
-from .log_probs.logits import fp32_linear
 from .log_probs.reference import IGNORED
 from .norm import rms_norm
-from .packing import BLOCK, cu_seqlens_from_lengths, pack, unpack
+from .packing import cu_seqlens_from_lengths, pack, unpack
 
 __all__ = [
     "BLOCK",
+    "BlockMemory",
     "IGNORED",
     "cu_seqlens_from_lengths",
+    "extend",
+    "extend_packed",
     "fp32_linear",
     "grouped_linear",
     "lightning_attention",
     "lightning_decode",
     "linear",
     "pack",
+    "padded_lightning_attention",
     "rms_norm",
     "token_log_probs",
     "unpack",

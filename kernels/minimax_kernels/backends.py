@@ -1,4 +1,5 @@
-"""Which backend runs: the only place that asks what device and type there are.
+"""What a machine and a tensor allow: which backend runs, in which type sums are taken, whether autograd
+follows, and whether a check may read values.
 
 `reference` is the definition, `chunked` plain PyTorch by blocks, `triton` the Hopper kernels.
 A backend asked for by name runs or raises; only "auto" chooses.
@@ -56,6 +57,24 @@ def choose(backend: str, x: Tensor) -> str:
                 f"backend 'triton' takes {list(TRITON_DTYPES)}, got {x.dtype}; use backend='chunked'"
             )
     return backend
+
+
+def accumulation_dtype(*tensors: Tensor) -> torch.dtype:
+    """The type that sums over these are taken in: float32, or float64 if one of them has it."""
+    dtype = torch.float32
+    for x in tensors:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
+
+
+def tracked(*tensors: Tensor | None) -> bool:
+    """Whether autograd follows what is computed from these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def can_check_values(x: Tensor) -> bool:
+    """Whether a check may read values: not on a GPU, which would wait, nor while torch.compile traces."""
+    return x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

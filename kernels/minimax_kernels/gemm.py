@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backends import without_autocast
+from .backends import tracked, without_autocast
 
 # Where oneDNN overtakes MKL: at 1M products of matrices in cache (64 to 512 wide, 1 thread), and from 512 x
 # 512 on for a weight that must come from memory, as each does in decoding.
@@ -32,12 +32,11 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     rows = x.reshape(-1, x.shape[-1])
     if not _takes_onednn(rows, weight) or torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight)
-    tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    out = _Linear.apply(rows, weight) if tracked else _onednn(rows, weight)
+    out = _Linear.apply(rows, weight) if tracked(x, weight) else _onednn(rows, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def matmul_nt(x: Tensor, weight: Tensor) -> Tensor:
     """x (R, K) @ weight (N, K).T, outside autograd; either may be a transposed view."""
     return _onednn(x, weight) if _takes_onednn(x, weight) else torch.mm(x, weight.mT)
 
@@ -50,15 +49,15 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return product(x, weight)
+        return matmul_nt(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         with without_autocast(x):
-            dx = product(dout, weight.mT) if ctx.needs_input_grad[0] else None
-            dweight = product(dout.mT, x.mT) if ctx.needs_input_grad[1] else None
+            dx = matmul_nt(dout, weight.mT) if ctx.needs_input_grad[0] else None
+            dweight = matmul_nt(dout.mT, x.mT) if ctx.needs_input_grad[1] else None
         return dx, dweight
 
 

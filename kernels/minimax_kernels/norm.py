@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .backends import accumulation_dtype, tracked
+
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """Root-mean-square norm of the last dimension: x (..., M), weight (M,); differentiable in both.
@@ -19,9 +21,9 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"weight must be ({x.shape[-1]},), the width of x, got {tuple(weight.shape)}")
     if x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        wide = x.to(accumulation_dtype(x))
         return torch.nn.functional.rms_norm(wide, weight.shape, eps=eps).to(x.dtype) * weight
-    if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
+    if tracked(x, weight):
         return _RMSNorm.apply(x, weight, eps)
     unit = _times(x, _inverse_rms(x, eps))
     return unit.mul_(weight) if unit.dtype == torch.promote_types(unit.dtype, weight.dtype) else unit * weight
@@ -29,8 +31,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
 
 def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     """(..., 1) in the working type, without a wide copy of x."""
-    work = torch.promote_types(x.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=work)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=accumulation_dtype(x))
     return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 

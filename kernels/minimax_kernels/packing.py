@@ -1,15 +1,13 @@
-"""Sequences of different length laid end to end in one row, and back.
+"""Sequences of different length laid end to end, and back.
 
-A packed tensor is (1, N, ...) with bounds `cu_seqlens` (S + 1,): sequence s is rows cu_seqlens[s] to
-cu_seqlens[s + 1]. Rows past the last bound belong to nobody.
+A packed tensor is (1, N, ...) with bounds `cu_seqlens` (S + 1,): sequence s is tokens cu_seqlens[s] to
+cu_seqlens[s + 1]. Tokens past the last bound belong to no sequence.
 """
 
 import torch
 from torch import Tensor
 
-# Positions in one block of lightning attention, counted from a sequence's own first token. The memory of a
-# sequence is kept at block boundaries, so forward, replay and cache must agree on this one number.
-BLOCK = 64
+from .backends import can_check_values
 
 
 def cu_seqlens_from_lengths(lengths: Tensor) -> Tensor:
@@ -18,14 +16,14 @@ def cu_seqlens_from_lengths(lengths: Tensor) -> Tensor:
 
 
 def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Lay the real rows of a padded batch end to end.
+    """Lay the tokens of a padded batch end to end.
 
     Args:
         x: (B, T, ...).
-        mask: (B, T), nonzero at real positions, wherever the padding lies.
+        mask: (B, T), nonzero at tokens, wherever the padding lies.
 
     Returns:
-        packed (1, N, ...) and its bounds (B + 1,) int32; a row that is all padding becomes an empty sequence.
+        packed (1, N, ...) and its bounds (B + 1,) int32; a sequence that is all padding becomes an empty one.
     """
     if mask.shape != x.shape[:2]:
         raise ValueError(f"mask must have the batch's shape {tuple(x.shape[:2])}, got {tuple(mask.shape)}")
@@ -34,20 +32,15 @@ def pack(x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack(packed: Tensor, mask: Tensor) -> Tensor:
-    """Put packed rows (1, N, ...) back where `mask` (B, T) has them; zeros elsewhere."""
+    """Put packed tokens (1, N, ...) back where `mask` (B, T) has them; zeros elsewhere."""
     mask = mask.bool()
     out = packed.new_zeros(*mask.shape, *packed.shape[2:])
     out[mask] = packed[0]
     return out
 
 
-def can_check_values(x: Tensor) -> bool:
-    """Whether a check may look at values: not on a GPU, which would wait, nor while torch.compile traces."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
-
-
 def check_cu_seqlens(cu_seqlens: Tensor, *, batch: int, positions: int) -> None:
-    """Raise a ValueError unless `cu_seqlens` bounds sequences inside one row of `positions`."""
+    """Raise a ValueError unless `cu_seqlens` bounds sequences within `positions`."""
     if batch != 1:
         raise ValueError(
             f"packed input needs B = 1, got B = {batch}; flatten it with minimax_kernels.packing.pack()"

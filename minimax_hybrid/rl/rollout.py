@@ -111,12 +111,10 @@ def _decode(
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
-            output_router_logits=sampling.output_routed_experts,
+            output_routed_experts=sampling.output_routed_experts,
         )
         cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
-        experts = (
-            _chosen_experts(out.router_logits, step_ids, model) if sampling.output_routed_experts else None
-        )
+        experts = out.routed_experts.to(torch.int16) if sampling.output_routed_experts else None
         if step == 0 and num_generations > 1:
             # a prompt is computed once for all its responses
             cache.batch_repeat_interleave(num_generations)
@@ -207,13 +205,6 @@ def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator
     if sampling.greedy:
         return logits.argmax(-1)
     return torch.multinomial((logits / sampling.temperature).softmax(-1), 1, generator=generator)[:, 0]
-
-
-def _chosen_experts(router_logits: tuple[Tensor, ...], ids: Tensor, model: PreTrainedModel) -> Tensor:
-    """(B, T, L, A) int16 from L tensors (B * T, E), by the router's own rule."""
-    A = model.config.num_experts_per_tok
-    chosen = [x.float().softmax(-1).topk(A, dim=-1)[1] for x in router_logits]
-    return torch.stack(chosen, dim=1).view(*ids.shape, len(chosen), A).to(torch.int16)
 
 
 def _check_logits(logits: Tensor, recorder: _Recorder, num_generations: int, step: int) -> None:

@@ -77,8 +77,10 @@ def test_bounds_may_be_int64(backend: str, device: str) -> None:
     inputs = lightning_inputs(lengths=PACKED, device=device)
     wide = inputs.cu_seqlens.to(torch.int64)
     args = inputs.q, inputs.k, inputs.v, inputs.log_decay
-    out, last = lightning_attention(*args, state=inputs.state, cu_seqlens=inputs.cu_seqlens, backend=backend)
-    out64, last64 = lightning_attention(*args, state=inputs.state, cu_seqlens=wide, backend=backend)
+    out, last = lightning_attention(
+        *args, initial_state=inputs.state, cu_seqlens=inputs.cu_seqlens, backend=backend
+    )
+    out64, last64 = lightning_attention(*args, initial_state=inputs.state, cu_seqlens=wide, backend=backend)
     assert torch.equal(out, out64) and torch.equal(last, last64)
 
 
@@ -117,7 +119,7 @@ def test_views_of_one_fused_projection_are_read_in_place(backend: str, device: s
     inputs = lightning_inputs(B=2, T=70, Dk=16, Dv=16, device=device)
     fused = torch.cat([inputs.q, inputs.k, inputs.v], dim=-1)  # (B, T, H, 3D)
     q, k, v = fused.split(16, dim=-1)
-    args = {"state": inputs.state, "backend": backend}
+    args = {"initial_state": inputs.state, "backend": backend}
     out, last = lightning_attention(q, k, v, inputs.log_decay, **args)
     copied, copied_last = lightning_attention(inputs.q, inputs.k, inputs.v, inputs.log_decay, **args)
     assert torch.equal(out, copied) and torch.equal(last, copied_last)
@@ -192,7 +194,7 @@ def test_the_state_that_was_passed_in_is_not_written(backend: str, device: str) 
     inputs = lightning_inputs(T=70, device=device)
     before = inputs.state.clone()
     _, last = lightning_attention(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay, state=inputs.state, backend=backend
+        inputs.q, inputs.k, inputs.v, inputs.log_decay, initial_state=inputs.state, backend=backend
     )
     last.add_(1)
     assert torch.equal(inputs.state, before)
@@ -234,8 +236,8 @@ def test_float64_is_computed_in_float64_or_refused(backend: str, device: str) ->
         ({"log_decay": torch.tensor([0.0, 0.5])}, "at most 0"),
         ({"log_decay": torch.tensor([0.0, float("nan")])}, "at most 0"),
         ({"log_decay": torch.zeros(2, requires_grad=True)}, "constant of the layer"),
-        ({"state": torch.zeros(1, 2, 16, 16)}, "one row for each sequence"),
-        ({"state": torch.zeros(2, 2, 16, 16, dtype=torch.bfloat16)}, "state must be torch.float32"),
+        ({"initial_state": torch.zeros(1, 2, 16, 16)}, "one state for each sequence"),
+        ({"initial_state": torch.zeros(2, 2, 16, 16, dtype=torch.bfloat16)}, "state must be torch.float32"),
         ({"cu_seqlens": torch.tensor([0, 5])}, "flatten it with"),
         ({"backend": "cuda"}, "is unknown"),
     ],

@@ -15,7 +15,7 @@ def test_float64_gradients_pass_gradcheck(name: str, lengths: list[int] | None) 
 
     def run(q: Tensor, k: Tensor, v: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         return lightning_attention(
-            q, k, v, inputs.log_decay, state=state, cu_seqlens=inputs.cu_seqlens, backend=name
+            q, k, v, inputs.log_decay, initial_state=state, cu_seqlens=inputs.cu_seqlens, backend=name
         )
 
     leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v, inputs.state)]
@@ -47,6 +47,7 @@ def test_one_gradient_alone_equals_the_same_gradient_among_all(
     leaf = getattr(inputs, wanted).detach().clone().requires_grad_()
     arguments = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "state": inputs.state} | {wanted: leaf}
     arguments = {name: x if x is leaf else x.detach() for name, x in arguments.items()}
+    arguments["initial_state"] = arguments.pop("state")
     out, last = lightning_attention(log_decay=inputs.log_decay, backend=backend, **arguments)
     results = [(out, inputs.dout), (last, inputs.dlast)]
     results = [(x, dx) for x, dx in results if x.requires_grad]

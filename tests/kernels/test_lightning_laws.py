@@ -18,7 +18,10 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 
 def run(inputs: LightningInputs, backend: str, rows: slice, state: torch.Tensor | None):
     return lightning_attention(
-        *(x[:, rows] for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, state=state, backend=backend
+        *(x[:, rows] for x in (inputs.q, inputs.k, inputs.v)),
+        inputs.log_decay,
+        initial_state=state,
+        backend=backend,
     )
 
 
@@ -114,7 +117,7 @@ def test_results_are_linear_in_v_and_state_together(backend: str, device: str, T
     q, k = one.q, one.k
     results = []
     for v, state in ((one.v, one.state), (two.v, two.state), (one.v + two.v, one.state + two.state)):
-        results.append(lightning_attention(q, k, v, one.log_decay, state=state, backend=backend))
+        results.append(lightning_attention(q, k, v, one.log_decay, initial_state=state, backend=backend))
     for first, second, both in zip(*results, strict=True):
         close(first + second, both)
 
@@ -136,7 +139,7 @@ def test_heads_and_batch_rows_do_not_mix(backend: str, device: str, T: int) -> N
     alone, alone_last = lightning_attention(
         *(x[b : b + 1, :, h : h + 1] for x in (inputs.q, inputs.k, inputs.v)),
         inputs.log_decay[h : h + 1],
-        state=inputs.state[b : b + 1, h : h + 1],
+        initial_state=inputs.state[b : b + 1, h : h + 1],
         backend=backend,
     )
     close(whole[b : b + 1, :, h : h + 1], alone)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minimax_kernels import fp32_linear, token_log_probs
-from minimax_kernels.log_probs import logits
+from minimax_kernels import fp32_linear, head, token_log_probs
 from minimax_kernels.log_probs.reference import token_log_probs_reference
 
 CHUNKS = [1, 100, 1024, 100_000]
@@ -269,7 +268,7 @@ def test_the_head_keeps_apart_what_bfloat16_logits_tie() -> None:
 def test_head_logits_equal_those_of_float32_inputs(
     N: int, hidden_type: torch.dtype, weight_type: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(logits, "SLICE_WEIGHTS", 48 * 100)  # several slices, the last one short
+    monkeypatch.setattr(head, "SLICE_WEIGHTS", 48 * 100)  # several slices, the last one short
     hidden, weight, _ = inputs(N, 530, 48)
     hidden = hidden.to(hidden_type).view(1, N, 48).requires_grad_()
     weight = weight.to(weight_type).requires_grad_()
@@ -286,6 +285,6 @@ def test_head_logits_equal_those_of_float32_inputs(
 
 
 def test_head_gradients_pass_gradcheck(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logits, "SLICE_WEIGHTS", 9)
+    monkeypatch.setattr(head, "SLICE_WEIGHTS", 9)
     hidden, weight, _ = inputs(4, 7, 3, dtype=torch.float64)
     assert torch.autograd.gradcheck(fp32_linear, (hidden.requires_grad_(), weight.requires_grad_()))

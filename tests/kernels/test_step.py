@@ -5,37 +5,36 @@ import torch
 from support import LightningInputs, lightning_inputs
 from torch import Tensor
 
-from minimax_kernels import BLOCK, lightning_attention, lightning_decode
+from minimax_kernels import BLOCK, BlockMemory, lightning_attention, lightning_decode
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-class Memory:
-    """The cache of one layer in its simplest form; what was never written is NaN."""
+class Decoder:
+    """Steps one layer's memory; what was never written is NaN."""
 
-    def __init__(self, inputs: LightningInputs, *, rows: int = BLOCK) -> None:
+    def __init__(self, inputs: LightningInputs, *, room: int = BLOCK) -> None:
         B, _, H, Dk = inputs.q.shape
         Dv = inputs.v.shape[-1]
         self.inputs = inputs
-        self.state = torch.zeros(B, H, Dk, Dv, device=inputs.q.device)
-        self.k_cache = inputs.k.new_full((B, rows, H, Dk), float("nan"))
-        self.v_cache = inputs.v.new_full((B, rows, H, Dv), float("nan"))
-        self.counts = torch.zeros(B, dtype=torch.int64, device=inputs.q.device)
+        self.memory = BlockMemory(
+            torch.zeros(B, H, Dk, Dv, device=inputs.q.device),
+            inputs.k.new_full((B, room, H, Dk), float("nan")),
+            inputs.v.new_full((B, room, H, Dv), float("nan")),
+            torch.zeros(B, dtype=torch.int64, device=inputs.q.device),
+        )
 
     def prefill(self, b: int, positions: int, backend: str) -> None:
         """Sequence b after its first `positions` tokens; a block that is just full is not yet folded."""
         boundary = max(0, positions - 1) // BLOCK * BLOCK
-        rows = slice(boundary, positions)
-        self.state[b] = forward(self.inputs, slice(0, boundary), backend)[1][b]
-        self.counts[b] = positions - boundary
-        self.k_cache[b, : positions - boundary] = self.inputs.k[b, rows]
-        self.v_cache[b, : positions - boundary] = self.inputs.v[b, rows]
+        state, k_cache, v_cache, seqlens = self.memory
+        state[b] = forward(self.inputs, slice(0, boundary), backend)[1][b]
+        seqlens[b] = positions - boundary
+        k_cache[b, : positions - boundary] = self.inputs.k[b, boundary:positions]
+        v_cache[b, : positions - boundary] = self.inputs.v[b, boundary:positions]
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, backend: str) -> Tensor:
-        return lightning_decode(
-            q, k, v, self.inputs.log_decay, state=self.state, k_cache=self.k_cache, v_cache=self.v_cache,
-            counts=self.counts, backend=backend,
-        )  # fmt: skip
+        return lightning_decode(q, k, v, self.inputs.log_decay, self.memory, backend=backend)
 
     def feed(self, positions: range, backend: str) -> Tensor:
         inputs = self.inputs
@@ -55,13 +54,13 @@ def test_decode_step_by_step_is_the_forward_bit_for_bit(
     backend: str, device: str, dtype: torch.dtype
 ) -> None:
     inputs = lightning_inputs(B=1, T=131, H=1, dtype=dtype, device=device)
-    memory = Memory(inputs)
-    stepped = memory.feed(range(131), backend)
+    decoder = Decoder(inputs)
+    stepped = decoder.feed(range(131), backend)
     assert torch.equal(stepped, forward(inputs, slice(None), backend)[0])
-    assert torch.equal(memory.state, forward(inputs, slice(0, 128), backend)[1])
-    assert memory.counts.tolist() == [3]
-    assert torch.equal(memory.k_cache[:, :3], inputs.k[:, 128:])
-    assert torch.equal(memory.v_cache[:, :3], inputs.v[:, 128:])
+    assert torch.equal(decoder.memory.state, forward(inputs, slice(0, 128), backend)[1])
+    assert decoder.memory.cache_seqlens.tolist() == [3]
+    assert torch.equal(decoder.memory.k_cache[:, :3], inputs.k[:, 128:])
+    assert torch.equal(decoder.memory.v_cache[:, :3], inputs.v[:, 128:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -70,50 +69,49 @@ def test_decode_after_prefill_is_the_forward_bit_for_bit(
     backend: str, device: str, dtype: torch.dtype, widths: tuple[int, int]
 ) -> None:
     inputs = lightning_inputs(B=2, T=66, Dk=widths[0], Dv=widths[1], dtype=dtype, device=device)
-    memory = Memory(inputs)
+    decoder = Decoder(inputs)
     for b in range(2):
-        memory.prefill(b, 62, backend)
-    stepped = memory.feed(range(62, 66), backend)
+        decoder.prefill(b, 62, backend)
+    stepped = decoder.feed(range(62, 66), backend)
     assert torch.equal(stepped, forward(inputs, slice(None), backend)[0][:, 62:])
 
 
 def test_sequences_at_different_positions_are_stepped_together(backend: str, device: str) -> None:
     inputs = lightning_inputs(B=5, T=130, H=1, device=device)
-    memory, held = Memory(inputs), [0, 1, 63, 64, 129]
+    decoder, held = Decoder(inputs), [0, 1, 63, 64, 129]
     for b, positions in enumerate(held):
-        memory.prefill(b, positions, backend)
+        decoder.prefill(b, positions, backend)
     row = torch.arange(5, device=device), torch.tensor(held, device=device)
-    out = memory.step(*(x[row][:, None] for x in (inputs.q, inputs.k, inputs.v)), backend)
+    out = decoder.step(*(x[row][:, None] for x in (inputs.q, inputs.k, inputs.v)), backend)
     assert torch.equal(out[:, 0], forward(inputs, slice(None), backend)[0][row])
-    assert memory.counts.tolist() == [1, 2, 64, 1, 2]
+    assert decoder.memory.cache_seqlens.tolist() == [1, 2, 64, 1, 2]
 
 
 def test_rows_of_the_last_call_can_be_taken_back(backend: str, device: str) -> None:
     inputs = lightning_inputs(B=2, T=66, H=1, device=device)
-    memory = Memory(inputs, rows=BLOCK + 3)
+    decoder = Decoder(inputs, room=BLOCK + 3)
     for b in range(2):
-        memory.prefill(b, 64, backend)
-    memory.counts -= 3
-    again = memory.feed(range(61, 66), backend)
+        decoder.prefill(b, 64, backend)
+    decoder.memory.cache_seqlens.sub_(3)
+    again = decoder.feed(range(61, 66), backend)
     assert torch.equal(again, forward(inputs, slice(None), backend)[0][:, 61:])
 
 
 def test_rows_and_state_may_be_views_of_a_larger_cache(backend: str, device: str) -> None:
     inputs = lightning_inputs(B=2, T=67, H=1, device=device)
-    plain, viewed = Memory(inputs), Memory(inputs)
-    for memory in (plain, viewed):
-        for name in ("state", "k_cache", "v_cache", "counts") if memory is viewed else ():
-            x = getattr(viewed, name)
-            setattr(viewed, name, torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0])
+    plain, viewed = Decoder(inputs), Decoder(inputs)
+    viewed.memory = viewed.memory.map(lambda x: torch.stack([x, torch.full_like(x, 7)], dim=1)[:, 0])
+    for decoder in (plain, viewed):
         for b in range(2):
-            memory.prefill(b, 63, backend)
+            decoder.prefill(b, 63, backend)
     assert torch.equal(viewed.feed(range(63, 67), backend), plain.feed(range(63, 67), backend))
-    assert torch.equal(viewed.state, plain.state) and torch.equal(viewed.counts, plain.counts)
+    assert torch.equal(viewed.memory.state, plain.memory.state)
+    assert torch.equal(viewed.memory.cache_seqlens, plain.memory.cache_seqlens)
 
 
 def test_an_empty_batch_decodes_to_nothing(backend: str, device: str) -> None:
     inputs = lightning_inputs(B=0, T=1, device=device)
-    assert Memory(inputs).feed(range(1), backend).shape == (0, 1, 2, 16)
+    assert Decoder(inputs).feed(range(1), backend).shape == (0, 1, 2, 16)
 
 
 @pytest.mark.parametrize(
@@ -126,15 +124,14 @@ def test_an_empty_batch_decodes_to_nothing(backend: str, device: str) -> None:
         ({"k_cache": torch.zeros(1, 63, 1, 4)}, "k_cache must be"),
         ({"v_cache": torch.zeros(1, 64, 1, 4, dtype=torch.float64)}, "type of q"),
         ({"state": torch.zeros(1, 1, 4, 4, dtype=torch.float64)}, "state must be"),
-        ({"counts": torch.zeros(1, dtype=torch.int32)}, "int64"),
-        ({"counts": torch.tensor([65])}, "0 to 64"),
+        ({"cache_seqlens": torch.zeros(1, dtype=torch.int32)}, "int64"),
+        ({"cache_seqlens": torch.tensor([65])}, "0 to 64"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name(change: dict, complaint: str) -> None:
-    x, rows = torch.zeros(1, 1, 1, 4), torch.zeros(1, BLOCK, 1, 4)
-    arguments = {
-        "q": x, "k": x, "v": x, "log_decay": torch.zeros(1), "state": torch.zeros(1, 1, 4, 4),
-        "k_cache": rows, "v_cache": rows.clone(), "counts": torch.zeros(1, dtype=torch.int64),
-    }  # fmt: skip
+    x, cache = torch.zeros(1, 1, 1, 4), torch.zeros(1, BLOCK, 1, 4)
+    memory = BlockMemory(torch.zeros(1, 1, 4, 4), cache, cache.clone(), torch.zeros(1, dtype=torch.int64))
+    memory = memory._replace(**{name: value for name, value in change.items() if name in memory._fields})
+    inputs = {"q": x, "k": x, "v": x, **{name: value for name, value in change.items() if name in "qkv"}}
     with pytest.raises(ValueError, match=complaint):
-        lightning_decode(**arguments | change)
+        lightning_decode(**inputs, log_decay=torch.zeros(1), memory=memory)

@@ -16,7 +16,7 @@ from support import (
 )
 from torch import Tensor
 
-from minimax_kernels import BLOCK, lightning_attention, lightning_decode
+from minimax_kernels import BlockMemory, lightning_attention, lightning_decode
 from minimax_kernels.backends import available
 
 if not find_spec("triton"):
@@ -107,7 +107,7 @@ def test_every_tile_gives_the_same_rows(device: str, tile: Tile, dtype: torch.dt
         pytest.skip("float32 is not offered with this tile: its operands do not fit into registers")
     inputs = lightning_inputs(B=1, T=T, H=1, Dk=64, Dv=64, dtype=dtype, device=device)
     chunked = lightning_attention(
-        *(x.float() for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, state=inputs.state
+        *(x.float() for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, initial_state=inputs.state
     )
     found = sweep(
         inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(1, T, None, 0),
@@ -158,28 +158,19 @@ def test_a_compiled_function_holds_the_operator_whole(device: str) -> None:
 
 
 def test_a_compiled_decode_writes_into_the_cache_it_is_given(device: str) -> None:
-    def step(q: Tensor, cache: dict[str, Tensor]) -> Tensor:
-        return lightning_decode(q, q, q, log_decay, **cache, backend="triton") * 2
+    def step(q: Tensor, memory: BlockMemory) -> Tensor:
+        return lightning_decode(q, q, q, log_decay, memory, backend="triton") * 2
 
     log_decay = torch.tensor([-0.5], device=device)
     q = torch.randn(2, 3, 1, 16, device=device)
-    rows = torch.zeros(2, BLOCK, 1, 16, device=device)
-    caches = [
-        {
-            "state": torch.zeros(2, 1, 16, 16, device=device),
-            "k_cache": rows.clone(),
-            "v_cache": rows.clone(),
-            "counts": torch.zeros(2, dtype=torch.int64, device=device),
-        }
-        for _ in range(2)
-    ]
+    memories = [BlockMemory.empty(q, q) for _ in range(2)]
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for t in range(3):
         one = q[:, t : t + 1]
-        assert torch.equal(compiled(one, caches[0]), step(one, caches[1]))
-    for name, x in caches[0].items():
-        assert torch.equal(x, caches[1][name]), name
-    assert caches[0]["counts"].tolist() == [3, 3]
+        assert torch.equal(compiled(one, memories[0]), step(one, memories[1]))
+    for name in BlockMemory._fields:
+        assert torch.equal(getattr(memories[0], name), getattr(memories[1], name)), name
+    assert memories[0].cache_seqlens.tolist() == [3, 3]
 
 
 def test_a_second_derivative_is_refused_not_wrong(device: str) -> None:

@@ -7,9 +7,9 @@ import torch
 from tiny import assert_close, config, difference, left_padded, model, tokens
 from torch import Tensor, nn
 
-from minimax_hybrid.layers import RMSNorm, RotaryEmbedding, rotate, weighted_residual
+from minimax_hybrid.layers import RMSNorm, RotaryEmbedding, apply_rotary_emb, weighted_residual
 from minimax_hybrid.lightning_attention import LightningAttention, layer_log_decay
-from minimax_hybrid.sequences import Sequences
+from minimax_hybrid.sequences import SequenceMetadata
 from minimax_hybrid.softmax_attention import SoftmaxAttention
 
 CPU = torch.device("cpu")
@@ -23,8 +23,8 @@ def lightning(layer_idx: int = 1, **changes: object) -> LightningAttention:
     return module
 
 
-def plain(T: int, B: int = 1) -> Sequences:
-    return Sequences(torch.arange(T).expand(B, T))
+def plain(T: int, B: int = 1) -> SequenceMetadata:
+    return SequenceMetadata(torch.arange(T).expand(B, T))
 
 
 def hidden(B: int, T: int, seed: int = 0) -> Tensor:
@@ -130,9 +130,9 @@ def test_the_softmax_layer_is_the_published_one(rotary_dim: int, attention: str)
 def test_rotation_is_float32_whatever_the_type() -> None:
     x = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
     cos, sin = RotaryEmbedding(8, 1e7)(torch.arange(9)[None] + 100_000)
-    narrow = rotate(x.to(torch.bfloat16), cos, sin)
+    narrow = apply_rotary_emb(x.to(torch.bfloat16), cos, sin)
     assert narrow.dtype == torch.bfloat16
-    assert torch.equal(narrow, rotate(x.to(torch.bfloat16).float(), cos, sin).to(torch.bfloat16))
+    assert torch.equal(narrow, apply_rotary_emb(x.to(torch.bfloat16).float(), cos, sin).to(torch.bfloat16))
     assert torch.equal(narrow[..., 8:], x[..., 8:].to(torch.bfloat16))
 
 

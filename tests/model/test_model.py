@@ -113,8 +113,8 @@ def test_a_bfloat16_model_keeps_its_memory_in_float32() -> None:
     net = model().to(torch.bfloat16)
     cache = HybridCache(net.config)
     net(tokens(1, 70), past_key_values=cache)
-    assert cache.layers[0].state.dtype == torch.float32
-    assert cache.layers[0].k_cache.dtype == torch.bfloat16
+    assert cache.layers[0].stored.state.dtype == torch.float32
+    assert cache.layers[0].stored.k_cache.dtype == torch.bfloat16
 
 
 # Weights

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny import current_state_of
 from torch import Tensor, nn
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
@@ -124,7 +125,7 @@ def _note(seen: dict[str, Tensor], kind: str) -> Callable[..., None]:
 
 
 def _state(memory: HybridCache, given: dict[str, Tensor], index: str = "lightning_layer_index") -> Tensor:
-    return memory.layers[int(given[index])].current_state()[0]
+    return current_state_of(memory, int(given[index]))[0]
 
 
 def _slopes(language_model: nn.Module) -> dict[str, Tensor]:
@@ -166,7 +167,7 @@ def _padded(language_model: nn.Module, given: dict[str, Tensor]) -> dict[str, Te
         return_dict_in_generate=True,
         output_logits=True,
     )
-    memory = out.past_key_values.layers[int(given["lightning_layer_index"])]
+    state = current_state_of(out.past_key_values, int(given["lightning_layer_index"]))
     ids, mask = given["rightpad_ids"], given["rightpad_mask"]
     labels = ids.masked_fill(mask == 0, -100)
     right = language_model(ids, attention_mask=mask, labels=labels, output_router_logits=True)
@@ -174,7 +175,7 @@ def _padded(language_model: nn.Module, given: dict[str, Tensor]) -> dict[str, Te
         "leftpad_logits_last8": left,
         "leftpad_greedy_tokens": out.sequences[:, given["leftpad_ids"].shape[1] :],
         "leftpad_greedy_logits": torch.stack(out.logits, dim=1),
-        "leftpad_state": memory.current_state(),
+        "leftpad_state": state,
         "rightpad_loss_total": right.loss[None],
         "rightpad_loss_ce": language_model(ids, attention_mask=mask, labels=labels).loss[None],
         "rightpad_aux_loss": right.aux_loss[None],

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import LIGHTNING, V, assert_close, left_padded, model, prefilled, tokens
+from tiny import LIGHTNING, V, assert_close, current_state_of, left_padded, model, prefilled, tokens
 from torch import Tensor
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
@@ -136,11 +136,11 @@ def test_the_last_document_of_packed_rows_can_be_continued() -> None:
 def test_packed_rows_are_refused_where_boundaries_would_be_lost() -> None:
     ids = tokens(2, 19)
     cache = prefilled(NET, ids)
-    with pytest.raises(ValueError, match="packed rows start with an empty cache"):
+    with pytest.raises(ValueError, match="packed documents start with an empty cache"):
         NET(ids, position_ids=positions([7, 12]), past_key_values=cache)
     mask = torch.ones(2, 19, dtype=torch.long)
     mask[1, 17:] = 0
-    with pytest.raises(ValueError, match="packed rows without a mask"):
+    with pytest.raises(ValueError, match="packed documents without a mask"):
         NET(ids, position_ids=positions([7, 12]), attention_mask=mask)
 
 
@@ -187,7 +187,7 @@ def test_left_padding_changes_nothing(loud: MiniMaxM1ForCausalLM, attention: str
         assert_close(found[row, real[row]][None], logits(document[None], loud))
         fresh = prefilled(loud, document[None])
         for i in LIGHTNING:
-            assert_close(cache.layers[i].current_state()[row : row + 1], fresh.layers[i].current_state())
+            assert_close(current_state_of(cache, i)[row : row + 1], current_state_of(fresh, i))
     pads = ids.masked_fill(~real, 1)
     assert_close(logits(pads, loud, attention_mask=mask)[real], found[real])
     counted = (mask.cumsum(-1) - 1).clamp(min=0)

@@ -77,7 +77,7 @@ def test_labels_that_teach_nothing_give_a_loss_of_zero_with_a_graph(model):
                 attention_mask=torch.tensor([[1] * 4 + [0] * 2 + [1] * 14]),
                 position_ids=torch.tensor([[0, 1, 2, 3, 0, 0, *range(14)]]),
             ),
-            "position_ids restart between two real tokens",
+            "position_ids restart between two tokens",
         ),
     ],
 )

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import without_autocast
-from ..gemm import product
+from ..backends import tracked, without_autocast
+from ..gemm import matmul_nt
 from .reference import grouped_linear_reference
 
 GroupedBackend = Literal["auto", "reference", "loop", "grouped_mm"]
@@ -58,16 +58,16 @@ def grouped_linear(
         x, weight = x.to(dtype), weight.to(dtype)
     _check(x, weight, tokens_per_expert)
     name = _choose(x, weight) if backend == "auto" else backend
-    tracked = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    differentiate = tracked(x, weight)
     if name == "loop":
         counts = _read(tokens_per_expert, x.shape[0])
-        return _Loop.apply(x, weight, counts) if tracked else _loop(x, weight, counts)
+        return _Loop.apply(x, weight, counts) if differentiate else _loop(x, weight, counts)
     if tokens_per_expert.is_cpu:
         _read(tokens_per_expert, x.shape[0])
     if name == "grouped_mm":
         _check_grouped_mm(x, weight)
         counts = tokens_per_expert.to(x.device)
-        return _GroupedMM.apply(x, weight, counts) if tracked else _grouped_mm(x, weight, counts)
+        return _GroupedMM.apply(x, weight, counts) if differentiate else _grouped_mm(x, weight, counts)
     if name == "reference":
         return grouped_linear_reference(x, weight, tokens_per_expert)
     raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
@@ -86,7 +86,7 @@ def _loop(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
     for e, count in enumerate(counts):
         if count:
             end = start + count
-            out[start:end] = product(x[start:end], weight[e])
+            out[start:end] = matmul_nt(x[start:end], weight[e])
             start = end
     if start < x.shape[0]:
         out[start:] = 0
@@ -98,7 +98,7 @@ def _loop_dweight(x: Tensor, dout: Tensor, counts: list[int]) -> Tensor:
     start = 0
     for e, count in enumerate(counts):
         end = start + count
-        dweight[e] = product(dout[start:end].mT, x[start:end].mT) if count else 0
+        dweight[e] = matmul_nt(dout[start:end].mT, x[start:end].mT) if count else 0
         start = end
     return dweight
 

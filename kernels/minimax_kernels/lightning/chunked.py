@@ -3,24 +3,25 @@
 Within a block of C positions, with g = log_decay and the state at the block's start:
 
     out[i]     = exp(g (i+1)) q[i] @ state + sum_{j <= i} exp(g (i-j)) (q[i] . k[j]) v[j]
-    next state = exp(g n) state + sum_j exp(g (n-1-j)) outer(k[j], v[j])        n rows in the block
+    next state = exp(g n) state + sum_j exp(g (n-1-j)) outer(k[j], v[j])        n positions in the block
 
 Every exponent is at most 0. Many blocks are computed at once; only the short sum over block states runs in
-order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so its rows have the
+order. Autograd differentiates it. `decode` replays one block with the same `_tile`, so its outputs have the
 bits of the forward's.
 """
 
 from dataclasses import dataclass
 
 import torch
+from einops import rearrange
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..packing import BLOCK
+from .memory import BLOCK, BlockMemory
 
-# Query rows of a block computed together; later keys are left out. Decoding computes one such group, in 55 us
+# Queries of a block computed together; later keys are left out. Decoding computes one such group, in 55 us
 # where the whole block takes 148, and the forward loses nothing (H = 8, D = 64, one thread of an AMD EPYC).
-ROWS = 16
+QUERIES = 16
 # Elements of q worked on at once: its float32 copies and products then stay in a core's L2 cache.
 WORKING_SET = 2**18
 
@@ -41,58 +42,56 @@ def chunked(
     return (torch.cat(outs, dim=1), state) if outs else (torch.zeros_like(v), state.clone())
 
 
-def decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    *,
-    state: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    counts: Tensor,
-) -> Tensor:
+def decode(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, memory: BlockMemory) -> Tensor:
     """One token for each sequence by replaying its open block; see `interface.lightning_decode`."""
-    log_decay = log_decay.to(state.dtype)
-    held = counts.tolist()
-    if not held:
+    log_decay = log_decay.to(memory.state.dtype)
+    lengths = memory.cache_seqlens.tolist()
+    if not lengths:
         return torch.empty_like(v)
-    if BLOCK in held:
-        k_block, v_block = (_as_tile(x, counts, BLOCK, min(held), state.dtype) for x in (k_cache, v_cache))
-        gain, fade = _advance(k_block, v_block, log_decay, counts)
-        full = counts == BLOCK
-        state.copy_(torch.where(full[:, None, None, None], fade * state + gain, state))
-        counts.masked_fill_(full, 0)
-    position = counts.clone()
-    sequence = torch.arange(len(held), device=counts.device)
-    k_cache[sequence, position] = k[:, 0]
-    v_cache[sequence, position] = v[:, 0]
-    counts += 1
-    positions = [count % BLOCK for count in held]
-    firsts = {p // ROWS * ROWS for p in positions}
-    width, written = max(firsts) + ROWS, min(positions) + 1
-    k_block, v_block = (_as_tile(x, counts, width, written, state.dtype) for x in (k_cache, v_cache))
-    distance = position[:, None, None] - torch.arange(width, device=counts.device)  # (B, 1, width)
-    # the other rows of q are zero, so one row's weights serve them all
-    weight = _decay(log_decay, distance)
-    reach = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
-    out = torch.empty_like(v)
-    for first in firsts:
-        together = slice(None) if len(firsts) == 1 else position // ROWS * ROWS == first
-        row = position[together] - first
-        q_rows = state.new_zeros(row.shape[0], q.shape[2], ROWS, q.shape[3])
-        mine = (torch.arange(row.shape[0], device=row.device), slice(None), row)
-        q_rows[mine] = q[together, 0].to(state.dtype)
-        keys = slice(first + ROWS)
-        tile = _tile(
-            q_rows,
-            k_block[together, :, keys],
-            v_block[together, :, keys],
-            state[together],
-            weight[together, ..., keys],
-            reach[together],
-        )
-        out[together, 0] = tile[mine].to(v.dtype)
+    if BLOCK in lengths:
+        _fold_full_blocks(memory, log_decay, filled=min(lengths))
+    position = memory.cache_seqlens.clone()  # (B,)
+    sequence = torch.arange(len(lengths), device=position.device)
+    memory.k_cache[sequence, position] = k[:, 0]
+    memory.v_cache[sequence, position] = v[:, 0]
+    memory.cache_seqlens.add_(1)
+    return _replay(q, memory, position, [length % BLOCK for length in lengths], log_decay).to(v.dtype)
+
+
+def _fold_full_blocks(memory: BlockMemory, log_decay: Tensor, *, filled: int) -> None:
+    state, k_cache, v_cache, seqlens = memory
+    k, v = (_as_tile(cache, seqlens, BLOCK, filled, state.dtype) for cache in (k_cache, v_cache))
+    increment, decay = _advance(k, v, log_decay, seqlens)
+    full = seqlens == BLOCK
+    state.copy_(torch.where(full[:, None, None, None], decay * state + increment, state))
+    seqlens.masked_fill_(full, 0)
+
+
+def _replay(
+    q: Tensor, memory: BlockMemory, position: Tensor, positions: list[int], log_decay: Tensor
+) -> Tensor:
+    """Outputs (B, 1, H, Dv) at `position` (B,) of each open block; `positions` are the same on the host."""
+    state = memory.state
+    starts = {p // QUERIES * QUERIES for p in positions}  # of the groups of queries that are computed
+    width, filled = max(starts) + QUERIES, min(positions) + 1
+    k, v = (
+        _as_tile(cache, memory.cache_seqlens, width, filled, state.dtype)
+        for cache in (memory.k_cache, memory.v_cache)
+    )
+    distance = position[:, None, None] - torch.arange(width, device=position.device)  # (B, 1, width)
+    pair_decay = _decay(log_decay, distance)  # the group's other queries are zero: one decay serves them
+    state_decay = (log_decay * (position[:, None] + 1)).exp()[..., None, None]
+    out = state.new_empty(*q.shape[:3], v.shape[-1])
+    for start in starts:
+        mine = slice(None) if len(starts) == 1 else position // QUERIES * QUERIES == start
+        place = position[mine] - start
+        index = (torch.arange(len(place), device=place.device), slice(None), place)
+        queries = state.new_zeros(len(place), q.shape[2], QUERIES, q.shape[3])
+        queries[index] = q[mine, 0].to(state.dtype)
+        keys = slice(start + QUERIES)
+        decays = pair_decay[mine, ..., keys], state_decay[mine]
+        tile = _tile(queries, k[mine, :, keys], v[mine, :, keys], state[mine], *decays)
+        out[mine, 0] = tile[index]
     return out
 
 
@@ -103,38 +102,40 @@ def _run(
         return torch.zeros_like(v), state.clone()
     log_decay = log_decay.to(state.dtype)
     q_blocks, k_blocks, v_blocks = (blocks.split(x).to(state.dtype).contiguous() for x in (q, k, v))
-    gain, fade = _advance(k_blocks, v_blocks, log_decay, blocks.lengths)
-    starts, last = _scan(state[blocks.order], gain, fade, blocks.active)
+    increment, decay = _advance(k_blocks, v_blocks, log_decay, blocks.lengths)
+    starts, last = _scan(state[blocks.order], increment, decay, blocks.active)
     i = torch.arange(blocks.width, device=q.device)
-    weight = _decay(log_decay, i[:, None] - i)  # (H, C, C)
-    reach = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
+    pair_decay = _decay(log_decay, i[:, None] - i)  # (H, C, C)
+    state_decay = (log_decay[:, None] * (i + 1)).exp()[..., None]  # (H, C, 1)
     outs = []
-    for first in range(0, blocks.width, ROWS):
-        rows, keys = slice(first, first + ROWS), slice(first + ROWS)
-        pairs = (q_blocks[:, :, rows], k_blocks[:, :, keys], v_blocks[:, :, keys])
-        outs.append(_tile(*pairs, starts, weight[:, rows, keys], reach[:, rows]).to(v.dtype))
+    for first in range(0, blocks.width, QUERIES):
+        queries, keys = slice(first, first + QUERIES), slice(first + QUERIES)
+        tiles = (q_blocks[:, :, queries], k_blocks[:, :, keys], v_blocks[:, :, keys])
+        decays = pair_decay[:, queries, keys], state_decay[:, queries]
+        outs.append(_tile(*tiles, starts, *decays).to(v.dtype))
     return blocks.join(torch.cat(outs, dim=2), v), last[blocks.order.argsort()]
 
 
-def _as_tile(rows: Tensor, counts: Tensor, width: int, written: int, dtype: torch.dtype) -> Tensor:
-    """The first `width` of rows (B, R, H, D) as a tile (B, H, width, D), zero from `counts` (B,) on.
+def _as_tile(cache: Tensor, seqlens: Tensor, width: int, filled: int, dtype: torch.dtype) -> Tensor:
+    """The first `width` positions of a cache (B, R, H, D) as a tile (B, H, width, D), zero from `seqlens` on.
 
-    Every sequence has at least `written`, so only what comes after is looked at.
+    Every sequence has filled at least `filled`, so only what comes after is looked at.
     """
-    tile = rows[:, :width].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
-    unwritten = torch.arange(written, width, device=counts.device) >= counts[:, None]
-    tile[:, :, written:].masked_fill_(unwritten[:, None, :, None], 0)
+    tile = cache[:, :width].transpose(1, 2).to(dtype, memory_format=torch.contiguous_format, copy=True)
+    unwritten = torch.arange(filled, width, device=seqlens.device) >= seqlens[:, None]
+    tile[:, :, filled:].masked_fill_(unwritten[:, None, :, None], 0)
     return tile
 
 
-def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, weight: Tensor, reach: Tensor) -> Tensor:
-    """Outputs (K, H, ROWS, Dv) of some rows of K blocks, from the keys they see and the blocks' first states.
+def _tile(q: Tensor, k: Tensor, v: Tensor, state: Tensor, pair_decay: Tensor, state_decay: Tensor) -> Tensor:
+    """Outputs (K, H, QUERIES, Dv) of some queries of K blocks, from the keys they see and the first states.
 
-    `weight` (H, ROWS, keys) fades the pairs within a block, `reach` (H, ROWS, 1) what the state brings.
+    `pair_decay` (H, QUERIES, keys) is the decay between a query and a key of its block, `state_decay`
+    (H, QUERIES, 1) that from the block's start.
     """
-    pairs = (q @ k.mT).mul_(weight)
-    carried = (q @ state).mul_(reach)
-    return carried.flatten(0, 1).baddbmm_(pairs.flatten(0, 1), v.flatten(0, 1)).view(carried.shape)
+    scores = (q @ k.mT).mul_(pair_decay)
+    inter = (q @ state).mul_(state_decay)
+    return inter.flatten(0, 1).baddbmm_(scores.flatten(0, 1), v.flatten(0, 1)).view(inter.shape)
 
 
 def _decay(log_decay: Tensor, distance: Tensor) -> Tensor:
@@ -145,15 +146,15 @@ def _decay(log_decay: Tensor, distance: Tensor) -> Tensor:
 
 
 def _advance(k: Tensor, v: Tensor, log_decay: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """What K blocks of `lengths` (K,) rows add to the state (K, H, Dk, Dv), and how they fade it."""
+    """What K blocks of `lengths` (K,) positions add to the state (K, H, Dk, Dv), and how they decay it."""
     j = torch.arange(k.shape[-2], device=k.device)
     distance = (lengths[:, None] - 1 - j).clamp(min=0)  # (K, C)
-    weight = (log_decay[None, :, None] * distance[:, None]).exp()[..., None]  # (K, H, C, 1)
-    fade = (log_decay * lengths[:, None]).exp()[..., None, None]  # (K, H, 1, 1)
-    return k.mT @ (v * weight), fade
+    pair_decay = (log_decay[None, :, None] * distance[:, None]).exp()[..., None]  # (K, H, C, 1)
+    decay = (log_decay * lengths[:, None]).exp()[..., None, None]  # (K, H, 1, 1)
+    return k.mT @ (v * pair_decay), decay
 
 
-def _scan(state: Tensor, gain: Tensor, fade: Tensor, active: list[int]) -> tuple[Tensor, Tensor]:
+def _scan(state: Tensor, increment: Tensor, decay: Tensor, active: list[int]) -> tuple[Tensor, Tensor]:
     """First state of every block (K, H, Dk, Dv), and the last state of every sequence (S, H, Dk, Dv).
 
     Blocks come step by step: step n holds the n-th block of the `active[n]` longest sequences.
@@ -164,7 +165,7 @@ def _scan(state: Tensor, gain: Tensor, fade: Tensor, active: list[int]) -> tuple
         state = state[:count]
         starts.append(state)
         step = slice(first, first + count)
-        state = fade[step] * state + gain[step]
+        state = decay[step] * state + increment[step]
         first += count
     return torch.cat(starts), torch.cat([state, *reversed(finished)])
 
@@ -176,10 +177,10 @@ class _Blocks:
     C is `BLOCK`, or less where every sequence ends within its first block.
     """
 
-    lengths: Tensor  # (K,) rows in each block
+    lengths: Tensor  # (K,) positions in each block
     active: list[int]  # blocks in each step
     order: Tensor  # (S,) sequences by falling length
-    rows: Tensor | None  # (K, C) row of each position in a packed input, T where there is none
+    index: Tensor | None  # (K, C) place of each position in a packed input, T where there is none
     shape: tuple[int, int]  # (B, T)
     width: int  # C
 
@@ -201,35 +202,32 @@ class _Blocks:
         longest = int(sizes[0]) if len(sizes) else 0
         steps, width = -(-longest // BLOCK), _width(longest)
         offset = torch.arange(steps)[:, None] * BLOCK
-        held = offset < sizes  # (steps, S)
-        lengths = (sizes - offset)[held].clamp(max=BLOCK)
-        first = (starts + offset)[held]
+        inside = offset < sizes  # (steps, S)
+        lengths = (sizes - offset)[inside].clamp(max=BLOCK)
+        first = (starts + offset)[inside]
         column = torch.arange(width)
-        rows = torch.where(column < lengths[:, None], first[:, None] + column, T)
+        index = torch.where(column < lengths[:, None], first[:, None] + column, T)
         device = cu_seqlens.device
-        active = held.sum(1).tolist()
-        return cls(lengths.to(device), active, order.to(device), rows.to(device), (1, T), width)
+        active = inside.sum(1).tolist()
+        return cls(lengths.to(device), active, order.to(device), index.to(device), (1, T), width)
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, H, D) to blocks (K, H, C, D); positions past a sequence's end hold zeros."""
         B, T = self.shape
-        if self.rows is not None:
-            return pad(x[0], (0, 0, 0, 0, 0, 1))[self.rows].transpose(1, 2)
-        steps = len(self.active)
-        x = pad(x, (0, 0, 0, 0, 0, steps * self.width - T))
-        return x.unflatten(1, (steps, self.width)).permute(1, 0, 3, 2, 4).flatten(0, 1)
+        if self.index is not None:
+            return pad(x[0], (0, 0, 0, 0, 0, 1))[self.index].transpose(1, 2)
+        x = pad(x, (0, 0, 0, 0, 0, len(self.active) * self.width - T))
+        return rearrange(x, "b (n c) h d -> (n b) h c d", c=self.width)
 
     def join(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Blocks (K, H, C, D) back to (B, T, H, D); rows that no sequence holds are zero."""
+        """Blocks (K, H, C, D) back to (B, T, H, D); zero where no sequence is."""
         B, T = self.shape
-        if self.rows is not None:
-            held = self.rows < T
+        if self.index is not None:
+            inside = self.index < T
             out = torch.zeros_like(like[0])
-            return out.index_put((self.rows[held],), blocks.transpose(1, 2)[held])[None]
-        steps = len(self.active)
-        out = blocks.unflatten(0, (steps, B)).permute(1, 0, 3, 2, 4).flatten(1, 2)
-        return out[:, :T]
+            return out.index_put((self.index[inside],), blocks.transpose(1, 2)[inside])[None]
+        return rearrange(blocks, "(n b) h c d -> b (n c) h d", b=B)[:, :T]
 
 
 def _width(longest: int) -> int:
-    return min(BLOCK, -(-longest // ROWS) * ROWS)
+    return min(BLOCK, -(-longest // QUERIES) * QUERIES)

@@ -7,11 +7,13 @@ out[t]   = q[t] @ state[t]
 import torch
 from torch import Tensor
 
+from .memory import BLOCK, BlockMemory
+
 
 def recurrence(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Shapes and rules as in `interface.lightning_attention`; `state` (S, H, Dk, Dv) has the working type."""
+    """As `interface.lightning_attention`, from a state (S, H, Dk, Dv) in the accumulation type."""
     if cu_seqlens is None:
         return _run(q, k, v, log_decay, state)
     bounds = cu_seqlens.tolist()
@@ -22,6 +24,24 @@ def recurrence(
         states.append(last)
     outs.append(torch.zeros_like(v[:, bounds[-1] :]))
     return torch.cat(outs, dim=1), torch.cat(states) if states else state
+
+
+def decode(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, memory: BlockMemory) -> Tensor:
+    """As `interface.lightning_decode`: fold a full block, append the token, run over the open block."""
+    state, k_cache, v_cache, seqlens = memory
+    outs = []
+    for b, count in enumerate(seqlens.tolist()):
+        one = slice(b, b + 1)
+        if count == BLOCK:
+            k_block, v_block = k_cache[one, :BLOCK], v_cache[one, :BLOCK]
+            state[one] = recurrence(k_block, k_block, v_block, log_decay, state[one], None)[1]
+            count = 0
+        k_cache[b, count], v_cache[b, count] = k[b, 0], v[b, 0]
+        seqlens[b] = count + 1
+        k_open, v_open = k_cache[one, : count + 1], v_cache[one, : count + 1]
+        final = recurrence(k_open, k_open, v_open, log_decay, state[one], None)[1]
+        outs.append((q[one, 0, :, None].to(final.dtype) @ final).squeeze(-2))
+    return torch.stack(outs, dim=0).to(v.dtype) if outs else torch.zeros_like(v)
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,15 +10,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..packing import BLOCK
+from .memory import BLOCK, BlockMemory
 from .triton_launch import launch
 from .triton_tile import fold_block, padded, read_block, tile_for
 
 
+def decode_triton(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, memory: BlockMemory) -> Tensor:
+    """Shapes and rules as in `interface.lightning_decode`."""
+    return decode_op(q, k, v, log_decay, *memory)
+
+
 @torch.library.custom_op(
-    "minimax_kernels::lightning_decode", mutates_args=("state", "k_cache", "v_cache", "counts")
+    "minimax_kernels::lightning_decode", mutates_args=("state", "k_cache", "v_cache", "seqlens")
 )
-def decode_triton(
+def decode_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -26,14 +31,13 @@ def decode_triton(
     state: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    counts: Tensor,
+    seqlens: Tensor,
 ) -> Tensor:
-    """Shapes and rules as in `interface.lightning_decode`."""
     B, _, H, Dk = q.shape
     Dv = v.shape[3]
     out = torch.empty(B, 1, H, Dv, dtype=v.dtype, device=v.device)
     if not out.numel():
-        counts.copy_(counts % BLOCK + 1)
+        seqlens.copy_(seqlens % BLOCK + 1)
         return out
     tile = tile_for(q.dtype, Dk, Dv)
     shared = dict(
@@ -41,8 +45,8 @@ def decode_triton(
         v_ptr=v,
         k_cache_ptr=k_cache,
         v_cache_ptr=v_cache,
-        counts_ptr=counts,
-        position_ptr=torch.empty_like(counts),
+        seqlens_ptr=seqlens,
+        position_ptr=torch.empty_like(seqlens),
         H=H,
         Dk=Dk,
         Dv=Dv,
@@ -50,7 +54,7 @@ def decode_triton(
         v_strides=_without_time(v),
         k_cache_strides=k_cache.stride(),
         v_cache_strides=v_cache.stride(),
-        counts_stride=counts.stride(0),
+        seqlens_stride=seqlens.stride(0),
         BLOCK=BLOCK,
         BK=padded(Dk),
     )
@@ -71,7 +75,7 @@ def decode_triton(
     return out
 
 
-@decode_triton.register_fake
+@decode_op.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -80,7 +84,7 @@ def _(
     state: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    counts: Tensor,
+    seqlens: Tensor,
 ) -> Tensor:
     return v.new_empty(v.shape)
 
@@ -100,7 +104,7 @@ def replay_kernel(
     state_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    counts_ptr,
+    seqlens_ptr,
     position_ptr,
     H,
     Dk,
@@ -111,7 +115,7 @@ def replay_kernel(
     k_cache_strides,
     v_cache_strides,
     state_strides,
-    counts_stride,
+    seqlens_stride,
     BLOCK: tl.constexpr,
     C: tl.constexpr,
     BK: tl.constexpr,
@@ -125,7 +129,7 @@ def replay_kernel(
     d = tl.arange(0, BK)
     e = program % columns * BV + tl.arange(0, BV)
     rate = tl.load(log_decay_ptr + h).to(tl.float32) * 1.4426950408889634
-    count = tl.load(counts_ptr + b * counts_stride).to(tl.int32)
+    count = tl.load(seqlens_ptr + b * seqlens_stride).to(tl.int32)
     position = count % BLOCK
 
     inside = (d[:, None] < Dk) & (e[None, :] < Dv)
@@ -176,7 +180,7 @@ def append_kernel(
     v_ptr,
     k_cache_ptr,
     v_cache_ptr,
-    counts_ptr,
+    seqlens_ptr,
     position_ptr,
     H,
     Dk,
@@ -185,7 +189,7 @@ def append_kernel(
     v_strides,
     k_cache_strides,
     v_cache_strides,
-    counts_stride,
+    seqlens_stride,
     BLOCK: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
@@ -203,4 +207,4 @@ def append_kernel(
     tl.store(k_row + d * k_cache_strides[3], k, mask=d < Dk)
     tl.store(v_row + e * v_cache_strides[3], v, mask=e < Dv)
     if h == 0:
-        tl.store(counts_ptr + b * counts_stride, position + 1)
+        tl.store(seqlens_ptr + b * seqlens_stride, position + 1)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..packing import BLOCK
+from .memory import BLOCK
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import without_autocast
-from ..gemm import product
-from .logits import logits_slice, work_type
+from ..backends import accumulation_dtype, without_autocast
+from ..gemm import matmul_nt
+from ..head import logits_slice
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
-        sums = _Sums.empty(len(hidden), work_type(hidden, weight), hidden.device)
+        sums = _Sums.empty(len(hidden), accumulation_dtype(hidden, weight), hidden.device)
         with without_autocast(hidden):
             for columns in chunks.of_vocab(weight):
                 for rows in chunks.of_rows(hidden):
@@ -84,9 +84,9 @@ class TokenLogProbs(torch.autograd.Function):
                     dz.scatter_add_(1, column[:, None], (dlog_probs[rows] * inside)[:, None])
                     dz.div_(ctx.chunks.temperature)
                     if need_dhidden:
-                        dhidden[rows] += product(dz, part_work.mT)
+                        dhidden[rows] += matmul_nt(dz, part_work.mT)
                     if need_dweight:
-                        more = product(dz.mT, hidden[rows].to(work).mT)
+                        more = matmul_nt(dz.mT, hidden[rows].to(work).mT)
                         dpart = more if dpart is None else dpart.add_(more)
                         del more
                     del dz

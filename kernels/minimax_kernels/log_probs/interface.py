@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
+from ..head import check_head
 from .chunked import Chunks, TokenLogProbs
-from .logits import check_head
 from .reference import IGNORED
 
 

@@ -1,9 +1,8 @@
 """The definition: full logits in float32, log_softmax, gather."""
 
-import torch
 from torch import Tensor
 
-from ..backends import without_autocast
+from ..backends import accumulation_dtype, without_autocast
 
 IGNORED = -100
 
@@ -12,7 +11,7 @@ def token_log_probs_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropy; shapes and rules as in `interface.token_log_probs`."""
-    work = torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    work = accumulation_dtype(hidden, weight)
     with without_autocast(hidden):
         logits = hidden.to(work) @ weight.to(work).mT / temperature  # (..., V)
     all_log_probs = logits.log_softmax(-1)

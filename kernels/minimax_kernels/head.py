@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import without_autocast
-from ..gemm import product
+from .backends import accumulation_dtype, tracked, without_autocast
+from .gemm import matmul_nt
 
 # 16 MB in float32: slices of 2048 to 8192 rows were best at M = 512, smaller ones pay for their calls.
 SLICE_WEIGHTS = 2**22
@@ -37,9 +37,8 @@ def fp32_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     check_head(hidden, weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    tracked = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     with without_autocast(hidden):
-        out = _Logits.apply(rows, weight) if tracked else _logits(rows, weight)
+        out = _Logits.apply(rows, weight) if tracked(hidden, weight) else _logits(rows, weight)
     return out.view(*hidden.shape[:-1], len(weight))
 
 
@@ -47,11 +46,7 @@ def logits_slice(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Logits (N, V) in `dtype`, outside autograd; a weight of another type is copied: pass a slice."""
     if hidden.is_cuda and hidden.dtype == weight.dtype and hidden.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(hidden, weight.mT, out_dtype=dtype)
-    return product(hidden.to(dtype), weight.to(dtype))
-
-
-def work_type(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    return torch.float64 if torch.float64 in (hidden.dtype, weight.dtype) else torch.float32
+    return matmul_nt(hidden.to(dtype), weight.to(dtype))
 
 
 def check_head(hidden: Tensor, weight: Tensor) -> None:
@@ -68,7 +63,7 @@ def check_head(hidden: Tensor, weight: Tensor) -> None:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    dtype = work_type(hidden, weight)
+    dtype = accumulation_dtype(hidden, weight)
     if weight.dtype == dtype or hidden.is_cuda and hidden.dtype == weight.dtype:
         return logits_slice(hidden, weight, dtype)
     hidden = hidden.to(dtype)
@@ -103,7 +98,7 @@ class _Logits(torch.autograd.Function):
             for part in _slices(weight):
                 dpart = dlogits[:, part].contiguous()
                 if need_dhidden:
-                    dhidden += product(dpart, weight[part].to(work).mT)
+                    dhidden += matmul_nt(dpart, weight[part].to(work).mT)
                 if need_dweight:
-                    dweight[part] = product(dpart.mT, hidden_work.mT)
+                    dweight[part] = matmul_nt(dpart.mT, hidden_work.mT)
         return dhidden.to(hidden.dtype) if need_dhidden else None, dweight
