@@ -17,14 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from minimax_hybrid import HybridCache, MiniMaxM1Config, MiniMaxM1ForCausalLM
-from minimax_hybrid.cache import LightningCacheLayer
 from minimax_hybrid.experts import MixtureOfExperts, Router
 from minimax_hybrid.layers import RMSNorm
 from minimax_hybrid.lightning_attention import LightningAttention, layer_log_decay
 from minimax_hybrid.rl.diagnostics import agreement
-from minimax_hybrid.sequences import Sequences
+from minimax_hybrid.sequences import SequenceMetadata
 from minimax_hybrid.softmax_attention import SoftmaxAttention
 from minimax_hybrid.text import DEMO
+from minimax_kernels import BlockMemory, extend, lightning_attention, lightning_decode
+from minimax_kernels.lightning.extend import fold
 
 from ..harness.pages import metric_table
 from ..harness.rows import Row, measured
@@ -135,10 +136,10 @@ def _operator_gap(module: LightningAttention, projected: Tensor) -> tuple[Tensor
     H, D = module.num_heads, module.head_dim
     q, k, v = module.act(projected).view(1, -1, H, 3 * D).split(D, dim=-1)
     log_decay = layer_log_decay(H, module.layer_idx, module.num_layers, device=q.device)
-    whole = LightningCacheLayer().attend(q, k, v, log_decay, real=None)
-    memory = LightningCacheLayer()
-    memory.attend(q[:, :-1], k[:, :-1], v[:, :-1], log_decay, real=None)
-    step = memory.attend(q[:, -1:], k[:, -1:], v[:, -1:], log_decay, real=None)
+    whole, _ = lightning_attention(q, k, v, log_decay)
+    past = (x[:, :-1] for x in (q, k, v))
+    _, memory = extend(*past, log_decay, BlockMemory.empty(k, v), token_mask=None, max_rollback=0)
+    step = lightning_decode(*(x[:, -1:] for x in (q, k, v)), log_decay, fold(memory, log_decay))
     return whole[:, -1].flatten(), step.flatten()
 
 
@@ -148,7 +149,7 @@ def _softmax_step(model: MiniMaxM1ForCausalLM, module: SoftmaxAttention, x: Tens
     for part in (slice(0, T - 1), slice(T - 1, T)):
         position_ids = torch.arange(T)[None, part]
         rotary = model.model.rotary_emb(position_ids)
-        out, _ = module(x[:, part], Sequences(position_ids), cache, rotary=rotary, attention_mask=None)
+        out, _ = module(x[:, part], SequenceMetadata(position_ids), cache, rotary=rotary, attention_mask=None)
     return out[0, -1]
 
 

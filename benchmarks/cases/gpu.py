@@ -26,7 +26,7 @@ from minimax_kernels.backends import available
 
 from ..harness.measure import Stopped, Work, device
 from ..harness.rows import Row, measured
-from .gpu_checks import empty_cache, failures
+from .gpu_checks import empty_memory, failures
 
 ABOUT = (
     "lightning attention on a GPU by backend and its peers, heads of 128, bfloat16, each number next to its "
@@ -149,12 +149,12 @@ def decode(side: str, task: Shape) -> tuple[Work, int]:
         return torch.inference_mode()(
             lambda: [fused_recurrent_simple_gla(q, k, v, initial_state=s, **options) for s in states]
         ), times
-    caches = [empty_cache(B, H, D, q.dtype) for _ in range(times)]
+    caches = [empty_memory(B, H, D, q.dtype) for _ in range(times)]
     for cache in caches:
-        cache["k_cache"].zero_(), cache["v_cache"].zero_()
-        cache["counts"].fill_(BLOCK // 2)
+        cache.k_cache.zero_(), cache.v_cache.zero_()
+        cache.cache_seqlens.fill_(BLOCK // 2)
     step = torch.inference_mode()(
-        lambda: [lightning_decode(q, k, v, log_decay, **cache, backend=side) for cache in caches]
+        lambda: [lightning_decode(q, k, v, log_decay, cache, backend=side) for cache in caches]
     )
     return step, times
 

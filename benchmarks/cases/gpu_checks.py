@@ -11,7 +11,7 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from minimax_kernels import BLOCK, lightning_attention, lightning_decode
+from minimax_kernels import BLOCK, BlockMemory, lightning_attention, lightning_decode
 from minimax_kernels.lightning.chunked import chunked
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward
@@ -99,22 +99,22 @@ def replay(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
     q, k, v = (normal(B, T, H, D, dtype=dtype, seed=seed) for seed in range(3))
     log_decay = -torch.rand(H, device=device())
     out, _ = lightning_attention(q, k, v, log_decay, backend="triton")
-    cache = empty_cache(B, H, D, dtype)
+    cache = empty_memory(B, H, D, dtype)
     wrong = 0
     for t in range(T):
-        row = lightning_decode(*(x[:, t : t + 1] for x in (q, k, v)), log_decay, **cache, backend="triton")
+        row = lightning_decode(*(x[:, t : t + 1] for x in (q, k, v)), log_decay, cache, backend="triton")
         wrong += int((row != out[:, t : t + 1]).sum())
     name = str(dtype).removeprefix("torch.")
     return [Finding(f"decoded elements with other bits: {name}, D = {D}", wrong, 0)]
 
 
-def empty_cache(B: int, H: int, D: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {
-        "state": torch.zeros(B, H, D, D, device=device()),
-        "k_cache": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
-        "v_cache": torch.full((B, BLOCK, H, D), float("nan"), dtype=dtype, device=device()),
-        "counts": torch.zeros(B, dtype=torch.int64, device=device()),
-    }
+def empty_memory(B: int, H: int, D: int, dtype: torch.dtype) -> BlockMemory:
+    """Nothing seen, and NaN where keys and values will be."""
+    k = torch.empty(B, 1, H, D, dtype=dtype, device=device())
+    memory = BlockMemory.empty(k, k)
+    memory.k_cache.fill_(float("nan"))
+    memory.v_cache.fill_(float("nan"))
+    return memory
 
 
 def fused_views(T: int = 88_000, H: int = 64, D: int = 128, tail: int = 4096) -> list[Finding]:
@@ -162,18 +162,18 @@ def graph_and_compiler(B: int = 2, H: int = 4, D: int = 64) -> list[Finding]:
     q, k, v = (normal(B, 8, H, D, dtype=torch.bfloat16, seed=seed) for seed in range(3))
     log_decay = -torch.rand(H, device=device())
     if torch.cuda.is_available():
-        eager, captured = empty_cache(B, H, D, q.dtype), empty_cache(B, H, D, q.dtype)
+        eager, captured = empty_memory(B, H, D, q.dtype), empty_memory(B, H, D, q.dtype)
         static = [x[:, :1].clone() for x in (q, k, v)]
-        lightning_decode(*static, log_decay, **empty_cache(B, H, D, q.dtype), backend="triton")  # compiles
+        lightning_decode(*static, log_decay, empty_memory(B, H, D, q.dtype), backend="triton")  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            row = lightning_decode(*static, log_decay, **captured, backend="triton")
+            row = lightning_decode(*static, log_decay, captured, backend="triton")
         wrong = 0
         for t in range(8):
             for buffer, x in zip(static, (q, k, v), strict=True):
                 buffer.copy_(x[:, t : t + 1])
             graph.replay()
-            expected = lightning_decode(*static, log_decay, **eager, backend="triton")
+            expected = lightning_decode(*static, log_decay, eager, backend="triton")
             wrong += int((row != expected).sum())
         found.append(Finding("elements of a captured decode with other bits", wrong, 0))
     run = torch.compile(

@@ -12,16 +12,16 @@ import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from minimax_hybrid import MiniMaxM1ForCausalLM, lightning_memory
+from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.compat import CACHE_NAME
 from minimax_hybrid.cost.plotting import COLORS, INK, picture
+from minimax_hybrid.lightning_attention import LightningAttention
 from minimax_hybrid.rl.batches import Batch, collate
 from minimax_hybrid.rl.diagnostics import agreement
 from minimax_hybrid.rl.rollout import SamplingParams, sample
@@ -71,7 +71,7 @@ def measure(folder: str, *, responses: int, tokens: int) -> Iterator[Row]:
         model = MiniMaxM1ForCausalLM.from_pretrained(folder, dtype=getattr(torch, body))
         model.lm_head.head_dtype = getattr(torch, head)
         for decode in ("replay", "recurrent"):
-            with decoding(decode):
+            with decoding(model, decode):
                 generator = torch.Generator().manual_seed(0)
                 sampled = sample(model, prompts, sampling, generator=generator)
             batch = collate(sampled, pad_token=sampling.pad_token)
@@ -87,15 +87,16 @@ def measure(folder: str, *, responses: int, tokens: int) -> Iterator[Row]:
 
 
 @contextmanager
-def decoding(kind: str) -> Iterator[None]:
+def decoding(model: MiniMaxM1ForCausalLM, kind: str) -> Iterator[None]:
     """Let lightning layers step the plain recurrence instead of replaying the open block."""
-    original = lightning_memory.lightning_decode
-    if kind == "recurrent":
-        lightning_memory.lightning_decode = partial(original, backend="reference")
+    layers = [layer for layer in model.modules() if isinstance(layer, LightningAttention)]
+    for layer in layers:
+        layer.backend = "reference" if kind == "recurrent" else "auto"
     try:
         yield
     finally:
-        lightning_memory.lightning_decode = original
+        for layer in layers:
+            layer.backend = "auto"
 
 
 @torch.no_grad()
