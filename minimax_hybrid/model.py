@@ -11,148 +11,30 @@ Shapes: B batch, T positions, M model width, E experts, A experts per token, L l
 """
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import can_return_tuple
 
 from minimax_kernels import IGNORED
 from minimax_kernels.backends import can_check_values
 
 from .cache import HybridCache
-from .checkpoint import loading
-from .checkpoint.headers import DERIVED
 from .compat import CACHE_NAME, MASK_CACHE_NAME, HybridCausalLMOutput, HybridModelOutput
-from .config import LIGHTNING, MiniMaxM1Config, MiniMaxText01Config
-from .experts import Experts, MixtureOfExperts, Router, SharedExpert, load_balancing_loss, mix_shared
+from .config import MiniMaxM1Config, MiniMaxText01Config
+from .decoder_layer import DecoderLayer, LayerOutput
+from .experts import load_balancing_loss
 from .generation import HybridGenerationMixin
-from .layers import RMSNorm, RotaryEmbedding, weighted_residual
-from .lightning_attention import LightningAttention
+from .layers import RMSNorm, RotaryEmbedding
 from .lm_head import LMHead, head_log_probs
+from .pretrained import HybridPreTrainedModel
 from .sequences import SequenceMetadata, find_sequences
-from .softmax_attention import SoftmaxAttention
 
 # How some collators mark packed documents, beside or in place of position ids
 _FLASH_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-
-class LayerOutput(NamedTuple):
-    """What a layer gives: (B, T, M), (N, E), (N, A) with N = B * T, and (B, H, T, past + T) or None."""
-
-    hidden: Tensor
-    router_logits: Tensor
-    topk_expert_ids: Tensor
-    attentions: Tensor | None
-
-
-class DecoderLayer(GradientCheckpointingLayer):
-    """Attention of the layer's kind, then the experts, each with a norm before it and a weighted residual."""
-
-    def __init__(self, config: MiniMaxM1Config, layer_idx: int):
-        super().__init__()
-        self.is_lightning = config.attn_type_list[layer_idx] == LIGHTNING
-        self.postnorm = config.postnorm
-        attention = LightningAttention if self.is_lightning else SoftmaxAttention
-        kind = "linear" if self.is_lightning else "full"
-        self.attention_factors = {
-            name: getattr(config, f"layernorm_{kind}_attention_{name}") for name in ("alpha", "beta")
-        }
-        self.mlp_factors = {name: getattr(config, f"layernorm_mlp_{name}") for name in ("alpha", "beta")}
-        self.self_attn = attention(config, layer_idx)
-        self.block_sparse_moe = MixtureOfExperts(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        if config.shared_intermediate_size > 0:
-            self.shared_mlp = SharedExpert(config)
-            self.coefficient = nn.Linear(config.hidden_size, 1, bias=False)
-
-    def forward(
-        self,
-        x: Tensor,
-        sequences: SequenceMetadata,
-        *,
-        rotary: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
-        topk_expert_ids: Tensor | None = None,
-        cache: HybridCache | None = None,
-    ) -> LayerOutput:
-        """x (B, T, M) through the layer; given expert ids (N, A) replace the router's choice."""
-        sequences = sequences.to(x.device)
-        h = self.input_layernorm(x)
-        attentions = None
-        if self.is_lightning:
-            branch = self.self_attn(h, sequences, cache)
-        else:
-            branch, attentions = self.self_attn(
-                h, sequences, cache, rotary=rotary, attention_mask=attention_mask
-            )
-        x = weighted_residual(h if self.postnorm else x, branch, **self.attention_factors)
-        h = self.post_attention_layernorm(x)
-        branch, router_logits, topk_expert_ids = self.block_sparse_moe(h, topk_expert_ids)
-        if hasattr(self, "shared_mlp"):
-            branch = mix_shared(branch, self.shared_mlp(h), h, self.coefficient.weight)
-        x = weighted_residual(h if self.postnorm else x, branch, **self.mlp_factors)
-        return LayerOutput(x, router_logits, topk_expert_ids, attentions)
-
-
-class HybridPreTrainedModel(PreTrainedModel):
-    """What transformers needs to know about the model."""
-
-    config_class = MiniMaxM1Config
-    base_model_prefix = "model"
-    supports_gradient_checkpointing = True
-    _no_split_modules = ["DecoderLayer"]
-    _skip_keys_device_placement = ["cache", "past_key_values"]
-    _supports_flash_attn = True
-    _supports_sdpa = True
-    _supports_flex_attn = True
-    _supports_attention_backend = True
-    _keep_in_fp32_modules_strict = ["block_sparse_moe.gate"]  # the release stores its routers in float32
-    _keys_to_ignore_on_load_unexpected = [DERIVED]
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        """Normal weights of `initializer_range`, norms of ones.
-
-        No embedding row is zero, not even the padding token's: a zero vector multiplies gradients by
-        1/sqrt(eps) in every norm and overflows float32 within eight layers.
-        """
-        std = self.config.initializer_range
-        if isinstance(module, RMSNorm):
-            nn.init.ones_(module.weight)
-        elif isinstance(module, (nn.Linear, nn.Embedding, Router)):
-            nn.init.normal_(module.weight, std=std)
-        elif isinstance(module, Experts):
-            nn.init.normal_(module.gate_up_proj, std=std)
-            nn.init.normal_(module.down_proj, std=std)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike | None,
-        *model_args: Any,
-        strict: bool = True,
-        output_loading_info: bool = False,
-        **kwargs: Any,
-    ) -> Any:
-        """Load a checkpoint in the published layout, sharded or not.
-
-        With `strict`, names and shapes are compared from the shard headers before anything is loaded. Without
-        it what fits is loaded, the rest initialised, warned of, and listed with `output_loading_info=True`.
-
-        Raises:
-            ValueError: tensors that do not fit, each with its file and shapes; a damaged file.
-            FileNotFoundError: weights or shards that are not there.
-        """
-        plan = loading.plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
-        options = plan.options | {"output_loading_info": True}
-        model, info = super().from_pretrained(plan.path, *model_args, **options)
-        loading.complete_load(model, info, plan)
-        return (model, info) if output_loading_info else model
 
 
 class MiniMaxM1Model(HybridPreTrainedModel):

@@ -22,8 +22,8 @@ FLOORS = {
         "softmax_attention",
         "experts",
         "lm_head",
+        "decoder_layer",
         "cache",
-        "lightning_memory",
         "sequences",
     ),
     "cost": ("cost",),
@@ -51,7 +51,7 @@ OVERRIDES = {
     "__call__", "__post_init__", "_get_logits_processor", "convert_rope_params_to_dict", "forward",
     "from_dict", "from_pretrained", "generate", "get_config_dict", "piecewise_attention", "piecewise_mask",
     "save_pretrained", "update",
-    "tiny", "m1", "_note",  # fields of the config, which checks them
+    "tiny", "m1",  # fields of the config, which checks them
 }  # fmt: skip
 LONGEST = {"tests": 600, "": 460}  # lines of a file
 

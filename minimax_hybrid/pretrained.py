@@ -1,0 +1,70 @@
+"""What transformers needs to know about the model: features, initial weights, strict loading."""
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from .checkpoint import loading
+from .checkpoint.headers import DERIVED
+from .config import MiniMaxM1Config
+from .experts import Experts, Router
+from .layers import RMSNorm
+
+
+class HybridPreTrainedModel(PreTrainedModel):
+    """What transformers needs to know about the model."""
+
+    config_class = MiniMaxM1Config
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["DecoderLayer"]
+    _skip_keys_device_placement = ["cache", "past_key_values"]
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _keep_in_fp32_modules_strict = ["block_sparse_moe.gate"]  # the release stores its routers in float32
+    _keys_to_ignore_on_load_unexpected = [DERIVED]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Normal weights of `initializer_range`, norms of ones.
+
+        No embedding row is zero, not even the padding token's: a zero vector multiplies gradients by
+        1/sqrt(eps) in every norm and overflows float32 within eight layers.
+        """
+        std = self.config.initializer_range
+        if isinstance(module, RMSNorm):
+            nn.init.ones_(module.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding, Router)):
+            nn.init.normal_(module.weight, std=std)
+        elif isinstance(module, Experts):
+            nn.init.normal_(module.gate_up_proj, std=std)
+            nn.init.normal_(module.down_proj, std=std)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike | None,
+        *model_args: Any,
+        strict: bool = True,
+        output_loading_info: bool = False,
+        **kwargs: Any,
+    ) -> Any:
+        """Load a checkpoint in the published layout, sharded or not.
+
+        With `strict`, names and shapes are compared from the shard headers before anything is loaded. Without
+        it what fits is loaded, the rest initialised, warned of, and listed with `output_loading_info=True`.
+
+        Raises:
+            ValueError: tensors that do not fit, each with its file and shapes; a damaged file.
+            FileNotFoundError: weights or shards that are not there.
+        """
+        plan = loading.plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
+        options = plan.options | {"output_loading_info": True}
+        model, info = super().from_pretrained(plan.path, *model_args, **options)
+        loading.complete_load(model, info, plan)
+        return (model, info) if output_loading_info else model
