@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from minimax_hybrid.cache import LightningCacheLayer
 from minimax_hybrid.config import MiniMaxM1Config
 from minimax_hybrid.cost.counts import (
     break_even,
@@ -258,13 +259,13 @@ def test_cache_bytes_are_those_of_a_real_cache(twin):
     model = MiniMaxM1ForCausalLM(config).eval()
     with torch.inference_mode():
         held = model(torch.zeros(1, 80, dtype=torch.long), use_cache=True).past_key_values
-        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=held)  # a prompt's rows are now folded
+        model(torch.zeros(1, 1, dtype=torch.long), past_key_values=held)  # the prompt's block is now folded
     counted = cache_bytes(config, 81, dtype="float32")
     found = {"keys_values": 0, "state": 0, "open_block": 0}
     for layer in held.layers:
-        if hasattr(layer, "state"):
-            found["state"] += layer.state.nbytes
-            found["open_block"] += layer.k_cache.nbytes + layer.v_cache.nbytes
+        if isinstance(layer, LightningCacheLayer):
+            found["state"] += layer.stored.state.nbytes
+            found["open_block"] += layer.stored.k_cache.nbytes + layer.stored.v_cache.nbytes
         else:
             found["keys_values"] += layer.keys.nbytes + layer.values.nbytes
     assert found == dataclasses.asdict(counted)
