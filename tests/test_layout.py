@@ -30,6 +30,7 @@ FLOORS = {
     "model": (),
     "checkpoint": ("checkpoint",),
     "text": ("text", "chat"),
+    "serving": ("serving",),
     "rl": ("rl",),
     "cli": ("cli", "__main__"),
     "benchmarks": ("benchmarks",),
@@ -42,9 +43,10 @@ ARROWS = {
     "model": "kernels config layers checkpoint",  # from_pretrained compares headers before it loads
     "checkpoint": "kernels config cost model",
     "text": "kernels config model checkpoint",
-    "rl": "kernels config model text checkpoint",
-    "cli": "kernels config cost model checkpoint text rl",
-    "benchmarks": "kernels config layers cost model checkpoint text rl cli",
+    "serving": "kernels config layers model text",
+    "rl": "kernels config model text checkpoint serving",
+    "cli": "kernels config cost model checkpoint text serving rl",
+    "benchmarks": "kernels config layers cost model checkpoint text serving rl cli",
 }
 # Where transformers hands arguments through: methods that override its own, and functions that it calls.
 OVERRIDES = {
