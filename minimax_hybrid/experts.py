@@ -6,7 +6,7 @@
 (M1 report, section 2.1; released modeling file, lines 905-957.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +20,25 @@ from .layers import BiasFreeLinear
 
 
 class Router(nn.Module):
-    """Which experts a token goes to; float32 throughout, whatever the model's type."""
+    """Which experts a token goes to; float32 throughout, whatever the model's type.
+
+    The weight is made in float32 and stays there through `.to(torch.bfloat16)` and the like, as the release
+    stores it: a choice among experts that flips with a rounding is another function.
+    """
 
     def __init__(self, config: MiniMaxM1Config):
         super().__init__()
         self.experts_per_token = config.num_experts_per_tok
-        self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size))
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.weight = nn.Parameter(torch.empty(config.num_local_experts, config.hidden_size, dtype=dtype))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
+        def at_least_float32(x: Tensor) -> Tensor:
+            moved = fn(x)
+            narrow = moved.is_floating_point() and moved.dtype != accumulation_dtype(moved)
+            return x.to(moved.device, accumulation_dtype(moved)) if narrow else moved
+
+        return super()._apply(at_least_float32, recurse)
 
     def forward(self, x_NM: Tensor, topk_expert_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (N, E), scores (N, A) and expert ids (N, A) of tokens (N, M); given ids are replayed."""

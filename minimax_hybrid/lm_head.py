@@ -21,6 +21,19 @@ class LMHead(nn.Linear):
         super().__init__(width, vocab_size, bias=False)
         self.head_dtype = getattr(torch, head_dtype)
 
+    @classmethod
+    def of(cls, linear: nn.Linear | nn.Embedding, *, head_dtype: str) -> "LMHead":
+        """A head with the weight (V, M) of a plain layer: the same parameter, not a copy."""
+        if getattr(linear, "bias", None) is not None:
+            raise ValueError(
+                f"the output head has a bias of {linear.bias.numel()} values; checkpoints of this model have "
+                "no place for one, give a layer with bias=False"
+            )
+        with torch.device("meta"):
+            head = cls(linear.weight.shape[1], linear.weight.shape[0], head_dtype=head_dtype)
+        head.weight = linear.weight
+        return head
+
     def forward(self, hidden: Tensor) -> Tensor:
         if self.head_dtype == torch.float32:
             return fp32_linear(hidden, self.weight)
@@ -31,8 +44,30 @@ class LMHead(nn.Linear):
         return f"{super().extra_repr()}, head_dtype={self.head_dtype}"
 
 
+def compute_logits(head: nn.Module, hidden: Tensor, *, head_dtype: str) -> Tensor:
+    """Logits (..., V) of whatever stands as the head, at least as wide as `head_dtype`.
+
+    Raises:
+        ValueError: a replaced or wrapped head rounds its logits.
+    """
+    logits, dtype = head(hidden), getattr(torch, head_dtype)
+    if torch.promote_types(logits.dtype, dtype) != logits.dtype:
+        raise ValueError(
+            f"the output head, a {type(head).__name__}, gives {logits.dtype} and config.head_dtype is "
+            f"{head_dtype}; give a plain layer to set_output_embeddings(), which keeps that arithmetic, or "
+            f"set config.head_dtype to {str(logits.dtype).removeprefix('torch.')!r}"
+        )
+    return logits
+
+
 def head_log_probs(
-    head: nn.Module, hidden: Tensor, targets: Tensor, *, temperature: float, entropy: bool
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float,
+    entropy: bool,
+    head_dtype: str = "float32",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`token_log_probs` of a model's head as it is.
 
@@ -48,15 +83,18 @@ def head_log_probs(
         return token_log_probs(hidden, head.weight, targets, temperature=temperature, entropy=entropy)
     rows = zip(hidden.flatten(0, -2).split(ROW_CHUNK), targets.flatten().split(ROW_CHUNK), strict=True)
     scored = [
-        checkpoint(_score_rows, head, part, target, temperature, use_reentrant=False) for part, target in rows
+        checkpoint(_score_rows, head, part, target, temperature, head_dtype, use_reentrant=False)
+        for part, target in rows
     ]
     log_probs, entropies = torch.cat(scored, dim=1).view(2, *targets.shape)
     return (log_probs, entropies) if entropy else log_probs
 
 
-def _score_rows(head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def _score_rows(
+    head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, head_dtype: str
+) -> Tensor:
     """Log-probabilities and entropies (2, n), zero where the target is -100."""
-    logits = head(hidden)
+    logits = compute_logits(head, hidden, head_dtype=head_dtype)
     log_probs = (logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature).log_softmax(-1)
     chosen = log_probs.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
     entropies = -(log_probs.exp() * log_probs).sum(-1)

@@ -29,7 +29,7 @@ from .decoder_layer import DecoderLayer, LayerOutput
 from .experts import load_balancing_loss
 from .generation import HybridGenerationMixin
 from .layers import RMSNorm, RotaryEmbedding
-from .lm_head import LMHead, head_log_probs
+from .lm_head import LMHead, compute_logits, head_log_probs
 from .pretrained import HybridPreTrainedModel
 from .sequences import SequenceMetadata, find_sequences
 
@@ -282,7 +282,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             raise ValueError(f"logits_to_keep is {logits_to_keep}; 0 keeps all positions, n the last n")
         # -0 is 0: all of them
         kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
-        logits = self.lm_head(hidden[:, kept])
+        logits = compute_logits(self.lm_head, hidden[:, kept], head_dtype=self.config.head_dtype)
         loss = aux_loss = None
         if sequences is not None:
             targets = sequences.next_tokens(labels)
@@ -309,6 +309,24 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             routed_experts=outputs.routed_experts if output_routed_experts else None,
             **{CACHE_NAME: outputs.cache},
         )
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Take another head; a plain layer becomes one with the arithmetic of `config.head_dtype`."""
+        if type(new_embeddings) is nn.Linear or type(new_embeddings) is nn.Embedding:
+            new_embeddings = LMHead.of(new_embeddings, head_dtype=self.config.head_dtype).train(self.training)
+        super().set_output_embeddings(new_embeddings)
+
+    def _get_resized_lm_head(
+        self,
+        old_lm_head: nn.Linear,
+        new_num_tokens: int | None = None,
+        transposed: bool = False,
+        mean_resizing: bool = True,
+    ) -> nn.Linear:
+        resized = super()._get_resized_lm_head(old_lm_head, new_num_tokens, transposed, mean_resizing)
+        if resized is old_lm_head:
+            return resized
+        return LMHead.of(resized, head_dtype=self.config.head_dtype).train(old_lm_head.training)
 
     def save_pretrained(
         self,
@@ -353,6 +371,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             sequences.next_tokens(input_ids.long()),
             temperature=temperature,
             entropy=entropy,
+            head_dtype=self.config.head_dtype,
         )
         results = results if entropy else (results,)
         # from the position that predicts a token to the token's own

@@ -69,7 +69,7 @@ def measure(folder: str, *, responses: int, tokens: int) -> Iterator[Row]:
     )
     for body, head in (("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")):
         model = MiniMaxM1ForCausalLM.from_pretrained(folder, dtype=getattr(torch, body))
-        model.lm_head.head_dtype = getattr(torch, head)
+        model.lm_head.head_dtype, model.config.head_dtype = getattr(torch, head), head
         for decode in ("replay", "recurrent"):
             with decoding(model, decode):
                 generator = torch.Generator().manual_seed(0)
