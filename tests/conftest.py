@@ -35,7 +35,9 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-@pytest.fixture(params=NAMES)
+# Triton's interpreter takes most of the time of the kernels' tests, so the fast lane leaves it out;
+# `kernels/test_triton.py` has a small case of each kernel in both lanes.
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "triton")) for name in NAMES])
 def backend(request: pytest.FixtureRequest) -> str:
     """Every backend in turn; one that cannot run here skips its tests."""
     if request.param not in available():

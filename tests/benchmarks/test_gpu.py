@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif("triton" not in available(), reason="needs a GPU or Triton's interpreter")
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_checks_pass_and_every_kind_of_task_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_text() for path in RESULTS.glob("*.csv")}
@@ -31,6 +32,7 @@ def test_the_checks_pass_and_every_kind_of_task_is_timed(capsys: pytest.CaptureF
     assert {path: path.read_text() for path in RESULTS.glob("*.csv")} == before
 
 
+@pytest.mark.slow
 @needs_triton
 def test_a_wrong_kernel_is_found_and_not_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

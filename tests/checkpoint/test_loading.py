@@ -138,6 +138,7 @@ class TestSavingAndLoading:
     def test_a_subfolder_is_checked_where_it_lies(self, good: Path, small: nn.Module) -> None:
         assert_same_weights(MiniMaxM1ForCausalLM.from_pretrained(good.parent, subfolder=good.name), small)
 
+    @pytest.mark.slow
     def test_loading_holds_the_model_once(self, tmp_path: Path) -> None:
         program = (
             "import re, sys, threading, time, torch\n"

@@ -86,6 +86,7 @@ def test_segments_are_chosen_by_shape_alone(T: int, H: int, S: int, wanted: int)
     assert segment_length(x, x, S) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [None, [4000, 100]], ids=["dense", "packed"])
 def test_a_long_call_of_few_heads_takes_segments_by_itself(device: str, lengths: list[int] | None) -> None:
     inputs = lightning_inputs(

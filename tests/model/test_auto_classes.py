@@ -41,6 +41,7 @@ def run_python(code: str) -> str:
         "import minimax_hybrid; from transformers import pipeline, Trainer; " + AUTO,
     ],
 )
+@pytest.mark.slow
 def test_the_auto_classes_build_the_models_whatever_is_imported_first(imports):
     run_python(f"{imports}\n{SIZES}{MODEL}")
 

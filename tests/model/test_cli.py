@@ -421,6 +421,7 @@ def _started(endless: Path) -> subprocess.Popen:
     return process
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_ends_it_quietly(endless):
     process = _started(endless)
     process.stdout.close()
@@ -428,6 +429,7 @@ def test_a_reader_that_goes_away_ends_it_quietly(endless):
     assert process.wait(60) == 1 and error == ""
 
 
+@pytest.mark.slow
 def test_a_reader_that_reads_nothing_is_no_error_of_ours(folder):
     process = subprocess.Popen(
         command("inspect", folder), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

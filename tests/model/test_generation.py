@@ -189,6 +189,7 @@ def assistant(kind: str) -> torch.nn.Module:
     return model(seed=0 if kind == "itself" else 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["itself", "hybrid", "llama"])
 @pytest.mark.parametrize("drafts", [1, 5, 20])
 def test_assisted_decoding_gives_the_greedy_tokens(kind: str, drafts: int) -> None:

@@ -233,6 +233,7 @@ def test_fully_sharded_data_parallel_fits(one_rank: None, narrow: bool) -> None:
     assert difference(net.log_probs(ids).detach(), log_probs) < (0.3 if narrow else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Dynamo detected a call")
 def test_a_traced_model_gives_the_same_logits() -> None:
     net, ids = model(num_hidden_layers=2, attn_type_list=[0, 1]), tokens(2, 5)

@@ -134,6 +134,7 @@ def _run_and_die(folder: Path) -> None:
     trainer(folder, task=deadly, batches=4).train()
 
 
+@pytest.mark.slow
 def test_a_killed_process_leaves_a_run_that_continues(tmp_path: Path) -> None:
     trainer(tmp_path / "whole", batches=4).train()
     process = multiprocessing.get_context("spawn").Process(target=_run_and_die, args=(tmp_path / "cut",))
