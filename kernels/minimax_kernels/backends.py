@@ -14,6 +14,8 @@ from torch import Tensor
 
 Backend = Literal["auto", "reference", "chunked", "triton"]
 NAMES = ("reference", "chunked", "triton")
+# Where the kernels are meant for and compile without spills; elsewhere they run if asked for.
+TRITON_CAPABILITIES = ((9, 0),)
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = find_spec("triton") is not None
 
@@ -38,9 +40,9 @@ def available() -> list[str]:
 
 
 def choose(backend: str, x: Tensor) -> str:
-    """The backend that will work on `x`; "auto" takes `triton` for what lies on a GPU, else `chunked`."""
+    """The backend that will work on `x`; "auto" takes `triton` on a Hopper GPU, else `chunked`."""
     if backend == "auto":
-        return "triton" if x.is_cuda and has_triton() and x.dtype in TRITON_DTYPES else "chunked"
+        return "triton" if x.is_cuda and _is_made_for(x) else "chunked"
     if backend not in NAMES:
         raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
     if backend == "triton":
@@ -75,6 +77,12 @@ def tracked(*tensors: Tensor | None) -> bool:
 def can_check_values(x: Tensor) -> bool:
     """Whether a check may read values: not on a GPU, which would wait, nor while torch.compile traces."""
     return x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def _is_made_for(x: Tensor) -> bool:
+    """Whether the Triton kernels are meant for the GPU and type of x."""
+    capability = torch.cuda.get_device_capability(x.device)
+    return has_triton() and x.dtype in TRITON_DTYPES and capability in TRITON_CAPABILITIES
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

@@ -52,6 +52,8 @@ def lightning_attention(
     if initial_state is not None:
         _check_state("initial_state", initial_state, (S, H, Dk, Dv), dtype, q.device)
     name = choose(backend, q)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device)  # its values are checked where it lies, on the CPU at best
     with without_autocast(q):
         if name == "triton":
             from .triton_operator import lightning_triton
