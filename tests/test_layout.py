@@ -72,15 +72,14 @@ def module_name(path: Path) -> str:
 
 
 def imported(path: Path, *, at_import: bool = False) -> Iterator[str]:
-    """Modules that a file names in its import statements, in full; `at_import` leaves out those in functions
-    and those for type checkers."""
+    """Modules that a file names in its import statements, in full; `at_import` leaves out those in
+    functions."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     package = module_name(path).split(".")[: None if path.stem == "__init__" else -1]
     later = {
         id(node)
         for block in ast.walk(tree)
         if isinstance(block, ast.FunctionDef)
-        or isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
         for node in ast.walk(block)
     }  # fmt: skip
     for node in ast.walk(tree):
@@ -125,7 +124,7 @@ def test_no_module_waits_for_another_that_waits_for_it() -> None:
     graph = {
         name: {m for m in imported(path, at_import=True) if m in SOURCES and not within(name, m)}
         for name, path in SOURCES.items()
-        if path.stem != "__init__" and floor(name) != "benchmarks"
+        if path.stem != "__init__"
     }
     order = list(TopologicalSorter(graph).static_order())  # raises CycleError
     assert len(order) >= len(graph) > 30
