@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from minimax_kernels import grouped_linear
-from minimax_kernels.backends import accumulation_dtype, without_autocast
+from minimax_kernels.backends import accumulation_dtype, full_float32
 
 from .config import MiniMaxM1Config
 from .layers import BiasFreeLinear
@@ -42,7 +42,7 @@ class Router(nn.Module):
 
     def forward(self, x_NM: Tensor, topk_expert_ids: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (N, E), scores (N, A) and expert ids (N, A) of tokens (N, M); given ids are replayed."""
-        with without_autocast(x_NM):
+        with full_float32(x_NM):
             dtype = accumulation_dtype(x_NM)
             logits = nn.functional.linear(x_NM.to(dtype), self.weight.to(dtype))
             probabilities = logits.softmax(dim=-1)

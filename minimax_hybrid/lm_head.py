@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from minimax_kernels import fp32_linear, token_log_probs
-from minimax_kernels.backends import without_autocast
+from minimax_kernels.backends import full_float32
 
 ROW_CHUNK = 256
 
@@ -37,7 +37,7 @@ class LMHead(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.head_dtype == torch.float32:
             return fp32_linear(hidden, self.weight)
-        with without_autocast(hidden):
+        with full_float32(hidden):
             return nn.functional.linear(hidden.to(self.head_dtype), self.weight.to(self.head_dtype))
 
     def extra_repr(self) -> str:

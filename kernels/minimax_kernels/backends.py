@@ -91,3 +91,28 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     if not torch.is_autocast_enabled(device):
         return nullcontext()
     return torch.autocast(device, enabled=False)
+
+
+class full_float32:
+    """A context in which products of float32 on x's device are IEEE float32, and types stay as we chose them.
+
+    A trainer's tf32=True, or set_float32_matmul_precision("high"), is for the model's other products; under
+    it a head or router would compute with 10 bits of mantissa.
+    """
+
+    def __init__(self, x: Tensor):
+        self._autocast = without_autocast(x)
+        self._backend = torch.backends.cuda.matmul if x.is_cuda else torch.backends.mkldnn.matmul
+        self._before = "ieee"
+
+    def __enter__(self) -> None:
+        self._autocast.__enter__()
+        if not torch.compiler.is_compiling():  # a compiled graph keeps the setting it is traced under
+            self._before = self._backend.fp32_precision
+            if self._before != "ieee":
+                self._backend.fp32_precision = "ieee"
+
+    def __exit__(self, *error: object) -> None:
+        if self._before != "ieee":
+            self._backend.fp32_precision = self._before
+        self._autocast.__exit__(*error)

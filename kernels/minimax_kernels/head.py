@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backends import accumulation_dtype, tracked, without_autocast
+from .backends import accumulation_dtype, full_float32, tracked
 from .gemm import matmul_nt
 
 # 16 MB in float32: slices of 2048 to 8192 rows were best at M = 512, smaller ones pay for their calls.
@@ -37,7 +37,7 @@ def fp32_linear(hidden: Tensor, weight: Tensor) -> Tensor:
     """
     check_head(hidden, weight)
     rows = hidden.reshape(-1, hidden.shape[-1])
-    with without_autocast(hidden):
+    with full_float32(hidden):
         out = _Logits.apply(rows, weight) if tracked(hidden, weight) else _logits(rows, weight)
     return out.view(*hidden.shape[:-1], len(weight))
 
@@ -94,7 +94,7 @@ class _Logits(torch.autograd.Function):
         dhidden = torch.zeros_like(hidden, dtype=work) if need_dhidden else None
         dweight = torch.empty_like(weight) if need_dweight else None
         hidden_work = hidden.to(work)
-        with without_autocast(hidden):
+        with full_float32(hidden):
             for part in _slices(weight):
                 dpart = dlogits[:, part].contiguous()
                 if need_dhidden:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import accumulation_dtype, without_autocast
+from ..backends import accumulation_dtype, full_float32
 from ..gemm import matmul_nt
 from ..head import logits_slice
 
@@ -45,7 +45,7 @@ class TokenLogProbs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
         sums = _Sums.empty(len(hidden), accumulation_dtype(hidden, weight), hidden.device)
-        with without_autocast(hidden):
+        with full_float32(hidden):
             for columns in chunks.of_vocab(weight):
                 for rows in chunks.of_rows(hidden):
                     z = _scaled_logits(hidden[rows], weight[columns], sums.top.dtype, chunks)
@@ -68,7 +68,7 @@ class TokenLogProbs(torch.autograd.Function):
             dlog_probs = torch.zeros_like(normaliser)
         dhidden = torch.zeros_like(hidden, dtype=work) if need_dhidden else None
         dweight = torch.empty_like(weight) if need_dweight else None
-        with without_autocast(hidden):
+        with full_float32(hidden):
             for columns in ctx.chunks.of_vocab(weight):
                 part = weight[columns]  # (Vc, M)
                 part_work = part.to(work)

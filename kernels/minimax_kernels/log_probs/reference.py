@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..backends import accumulation_dtype, without_autocast
+from ..backends import accumulation_dtype, full_float32
 
 IGNORED = -100
 
@@ -12,7 +12,7 @@ def token_log_probs_reference(
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropy; shapes and rules as in `interface.token_log_probs`."""
     work = accumulation_dtype(hidden, weight)
-    with without_autocast(hidden):
+    with full_float32(hidden):
         logits = hidden.to(work) @ weight.to(work).mT / temperature  # (..., V)
     all_log_probs = logits.log_softmax(-1)
     kept = targets != IGNORED
