@@ -1,8 +1,8 @@
 """Prompts on their way into the cache, in pieces, each prompt once however many requests share it.
 
 Prompts that are equally far are computed in one call. A mixed call with decoding sequences, packed by
-`cu_seqlens`, is left out: the model lets packed documents begin with an empty cache only, since softmax layers
-have no packed attention over cached keys on every device.
+`cu_seqlens`, is left out: packed documents begin with an empty cache in this model, as PyTorch has no packed
+softmax attention over cached keys on every device.
 """
 
 from collections.abc import Sequence

@@ -65,19 +65,18 @@ class PrefixCache:
         self._recent: OrderedDict[_Node, int] = OrderedDict()  # bytes of each; the last one was used last
 
     def lookup(self, tokens: Sequence[int], *, routed_experts: bool = False) -> tuple[Snapshot | None, int]:
-        """The longest snapshot that `tokens` begin with, and how many tokens are common with any other prompt.
+        """The longest snapshot that `tokens` begin with, and how many tokens they share with any prompt here.
 
         Args:
             routed_experts: only snapshots that have them.
         """
         node, depth, best = self._root, 0, None
         while True:
-            found = node.snapshot
-            whole = depth == len(tokens)
-            if found and not (
-                routed_experts and found.routed_experts is None or whole and found.logits is None
-            ):
-                best = node
+            found, whole = node.snapshot, depth == len(tokens)
+            if found is not None:
+                lacks_experts = routed_experts and found.routed_experts is None
+                lacks_logits = whole and found.logits is None
+                best = best if lacks_experts or lacks_logits else node
             child = None if whole else node.children.get(tokens[depth])
             if child is None:
                 break

@@ -102,7 +102,7 @@ def _filtered(scores: Tensor, params: Sequence[GenerationParams]) -> Tensor:
 def _drawn(log_probs: Tensor, uniforms: Sequence[float]) -> Tensor:
     """(B,) tokens by inverse cumulative probability, in float64 and in the order of the vocabulary."""
     cumulative = log_probs.double().exp().cumsum(-1)
-    total = cumulative[:, -1:]
+    total = cumulative[:, -1:].contiguous()
     u = torch.tensor(uniforms, dtype=torch.float64, device=log_probs.device)[:, None]
     token = torch.searchsorted(cumulative, u * total, right=True)
     # rounding may bring u * total up to the total: then the last token with a probability

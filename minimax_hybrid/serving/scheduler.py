@@ -116,8 +116,8 @@ class Scheduler:
         if new.longest > self.max_tokens:
             raise ValueError(
                 f"the prompt has {len(new.request.prompt)} tokens and max_new_tokens is "
-                f"{new.sampling.max_new_tokens}, more than the engine's max_tokens of {self.max_tokens} together; "
-                "lower max_new_tokens or build the engine with a larger max_tokens"
+                f"{new.sampling.max_new_tokens}, together more than the engine's max_tokens of "
+                f"{self.max_tokens}; lower max_new_tokens or build the engine with a larger max_tokens"
             )
         if self.is_full():
             raise QueueFullError(f"{len(self)} requests wait, max_queue is {self.max_queue}; try again later")

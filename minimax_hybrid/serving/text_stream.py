@@ -1,4 +1,4 @@
-"""Tokens of one answer to text, piece by piece: whole characters, and nothing that a stop text may take back."""
+"""Tokens of one answer to text, piece by piece: whole characters, and nothing a stop text may take back."""
 
 from collections.abc import Sequence
 

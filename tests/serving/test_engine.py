@@ -1,13 +1,13 @@
-"""A request's answer is its own: alone, in any batch, joined late, with any neighbours, from a snapshot or not."""
+"""A request's answer is its own: alone, in any batch, joined late, with any neighbours, prefix hit or not."""
 
 import dataclasses
 
 import pytest
+import tiny
 import torch
 
 from minimax_hybrid import MiniMaxM1ForCausalLM
-from minimax_hybrid.serving import Engine, GenerationParams, QueueFullError, Request, Result
-from tests import tiny
+from minimax_hybrid.serving import Engine, GenerationParams, Request, Result
 
 GREEDY = GenerationParams(temperature=0, max_new_tokens=12, end_tokens=())
 SAMPLED = GenerationParams(seed=5, max_new_tokens=12, end_tokens=())
