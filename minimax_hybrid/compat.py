@@ -32,9 +32,14 @@ class HybridModelOutput(MoeModelOutputWithPast):
 
 @dataclass
 class HybridCausalLMOutput(MoeCausalLMOutputWithPast):
-    """Logits (B, T, V), and on request the loss, the cache, router logits and routed experts (B, T, L, A)."""
+    """Logits (B, T, V), and on request the loss, the cache, router logits and routed experts (B, T, L, A).
+
+    `log_probs` and `entropies` (B, T) stand in the place of logits where `forward` was asked for a score.
+    """
 
     routed_experts: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropies: Tensor | None = None
 
     if CACHE_NAME != "cache":
 

@@ -59,18 +59,21 @@ class Experts(nn.Module):
     def __init__(self, config: MiniMaxM1Config):
         super().__init__()
         E, M, F = config.num_local_experts, config.hidden_size, config.intermediate_size
+        self.num_experts = E
         self.act = ACT2FN[config.hidden_act]
         self.gate_up_proj = nn.Parameter(torch.empty(E, 2 * F, M))
         self.down_proj = nn.Parameter(torch.empty(E, M, F))
 
-    def forward(self, x_NM: Tensor, topk_scores: Tensor, topk_expert_ids: Tensor) -> Tensor:
-        """Outputs (N, M) of tokens (N, M), each through its A experts, by scores and ids (N, A)."""
+    def forward(self, x_NM: Tensor, topk_expert_ids: Tensor, topk_scores: Tensor) -> Tensor:
+        """Outputs (N, M) of tokens (N, M), each through its A experts, by ids and scores (N, A).
+
+        The id E stands for an expert that lies elsewhere and adds nothing here.
+        """
         A = topk_expert_ids.shape[1]
         expert_of_R = topk_expert_ids.flatten()  # R = N * A routed copies of the tokens
         order = expert_of_R.argsort(stable=True)
-        # not bincount, which waits for a GPU and stops a trace
-        tokens_per_expert = expert_of_R.new_zeros(self.down_proj.shape[0])
-        tokens_per_expert.scatter_add_(0, expert_of_R, torch.ones_like(expert_of_R))
+        E = self.down_proj.shape[0]
+        tokens_per_expert = expert_of_R.bincount(minlength=E)[:E]
         routed_RM = x_NM[order // A]
         gate, up = grouped_linear(routed_RM, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
         out_RM = grouped_linear(self.act(gate) * up, self.down_proj, tokens_per_expert)
@@ -107,7 +110,7 @@ class MixtureOfExperts(nn.Module):
         if self.training and self.jitter > 0:
             x_NM = x_NM * torch.empty_like(x_NM).uniform_(1 - self.jitter, 1 + self.jitter)
         logits, topk_scores, topk_expert_ids = self.gate(x_NM, topk_expert_ids)
-        return self.experts(x_NM, topk_scores, topk_expert_ids).view(x.shape), logits, topk_expert_ids
+        return self.experts(x_NM, topk_expert_ids, topk_scores).view(x.shape), logits, topk_expert_ids
 
 
 def mix_shared(routed: Tensor, shared: Tensor, x: Tensor, coefficient: Tensor) -> Tensor:

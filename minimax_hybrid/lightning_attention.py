@@ -23,7 +23,7 @@ from minimax_kernels import (
     lightning_decode,
     padded_lightning_attention,
 )
-from minimax_kernels.backends import Backend, tracing, tracked
+from minimax_kernels.backends import Backend, tracked
 from minimax_kernels.lightning.extend import current_state, fold
 
 from .cache import HybridCache, LightningCacheLayer, writable
@@ -41,6 +41,7 @@ class LightningAttention(nn.Module):
     """
 
     backend: Backend = "auto"
+    heads: slice = slice(None)  # which of the heads lie here; tensor parallelism sets it
 
     def __init__(self, config: MiniMaxM1Config, layer_idx: int):
         super().__init__()
@@ -66,14 +67,12 @@ class LightningAttention(nn.Module):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v, (B, T, H, D) each, of x (B, T, M)."""
         B, T, _ = x.shape
-        qkv = self.act(self.qkv_proj(x)).view(B, T, self.num_heads, 3 * self.head_dim)
+        qkv = self.act(self.qkv_proj(x)).view(B, T, -1, 3 * self.head_dim)
         q, k, v = qkv.split(self.head_dim, dim=-1)
         return q, k, v
 
     def log_decay(self, device: torch.device) -> Tensor:
-        # a trace makes its own: what it would leave in the cache is not a real tensor
-        constant = layer_log_decay.__wrapped__ if tracing() else layer_log_decay
-        return constant(self.num_heads, self.layer_idx, self.num_layers, device=device)
+        return layer_log_decay(self.num_heads, self.layer_idx, self.num_layers, device=device)[self.heads]
 
     def current_state(self, cache: HybridCache) -> Tensor | None:
         """The state (B, H, D, D) after the last cached position, None before the first."""

@@ -4,8 +4,11 @@ It speaks of arithmetic and result, not of storage: a bfloat16 weight stays bflo
 exactly. The fault is to round the logits to bfloat16 and cast them up afterwards, as the released code does.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from minimax_kernels import fp32_linear, token_log_probs
@@ -14,8 +17,18 @@ from minimax_kernels.backends import full_float32
 ROW_CHUNK = 256
 
 
+class Scoring(NamedTuple):
+    """How to score given tokens: at which sampling temperature, and whether with the entropy."""
+
+    temperature: float = 1.0
+    entropy: bool = False
+
+
 class LMHead(nn.Linear):
-    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`, float32 by default."""
+    """Hidden states (..., M) to next-token logits (..., V) in `config.head_dtype`, float32 by default.
+
+    With `targets` (...): to their log-probabilities and, if asked for, entropies; no full logits exist.
+    """
 
     def __init__(self, width: int, vocab_size: int, *, head_dtype: str):
         super().__init__(width, vocab_size, bias=False)
@@ -34,7 +47,11 @@ class LMHead(nn.Linear):
         head.weight = linear.weight
         return head
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor | None = None, scoring: Scoring | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
+        if targets is not None:
+            return token_log_probs(hidden, self.weight, targets, **(scoring or Scoring())._asdict())
         if self.head_dtype == torch.float32:
             return fp32_linear(hidden, self.weight)
         with full_float32(hidden):
@@ -61,33 +78,29 @@ def compute_logits(head: nn.Module, hidden: Tensor, *, head_dtype: str) -> Tenso
 
 
 def head_log_probs(
-    head: nn.Module,
-    hidden: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float,
-    entropy: bool,
-    head_dtype: str = "float32",
-) -> Tensor | tuple[Tensor, Tensor]:
-    """`token_log_probs` of a model's head as it is.
+    head: nn.Module, hidden: Tensor, targets: Tensor, scoring: Scoring, *, head_dtype: str = "float32"
+) -> tuple[Tensor, ...]:
+    """`token_log_probs` of a model's head as it is, and the entropies if they are asked for.
 
-    A head that is more than its weight (an adapter, a hook, a sharding or offloading wrapper, another
-    `head_dtype`) is called, a few rows at a time, and again in the backward pass, so no full logits are kept
-    then either.
+    A head that is more than its weight (an adapter, a hook, an offloading wrapper, another `head_dtype`) is
+    called, a few rows at a time, and again in the backward pass, so no full logits are kept then either.
     """
+    temperature, entropy = scoring
     if not temperature > 0:
         raise ValueError(f"temperature is {temperature}; it must be above 0")
-    hooked = head._forward_hooks or head._forward_pre_hooks
-    plain = type(head) is LMHead and "forward" not in vars(head) and not hooked
-    if plain and head.head_dtype == torch.float32:
-        return token_log_probs(hidden, head.weight, targets, temperature=temperature, entropy=entropy)
+    # FSDP gathers the weight in a hook of its own
+    hooked = (head._forward_hooks or head._forward_pre_hooks) and not isinstance(head, FSDPModule)
+    ours = getattr(type(head), "forward", None) is LMHead.forward and "forward" not in vars(head)
+    if ours and not hooked and head.head_dtype == torch.float32:
+        found = head(hidden, targets, scoring)
+        return found if entropy else (found,)
     rows = zip(hidden.flatten(0, -2).split(ROW_CHUNK), targets.flatten().split(ROW_CHUNK), strict=True)
     scored = [
         checkpoint(_score_rows, head, part, target, temperature, head_dtype, use_reentrant=False)
         for part, target in rows
     ]
     log_probs, entropies = torch.cat(scored, dim=1).view(2, *targets.shape)
-    return (log_probs, entropies) if entropy else log_probs
+    return (log_probs, entropies) if entropy else (log_probs,)
 
 
 def _score_rows(

@@ -29,7 +29,8 @@ from .decoder_layer import DecoderLayer, LayerOutput
 from .experts import load_balancing_loss
 from .generation import HybridGenerationMixin
 from .layers import RMSNorm, RotaryEmbedding
-from .lm_head import LMHead, compute_logits, head_log_probs
+from .lm_head import LMHead, Scoring, compute_logits, head_log_probs
+from .parallel.plans import EXPERT_PLAN, HEAD_FSDP_PLAN, HEAD_TENSOR_PLAN, TENSOR_PLAN
 from .pretrained import HybridPreTrainedModel
 from .sequences import SequenceMetadata, find_sequences
 
@@ -39,6 +40,8 @@ _FLASH_BOUNDS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 class MiniMaxM1Model(HybridPreTrainedModel):
     """Tokens (B, T) to hidden states (B, T, M) after the final norm."""
+
+    _tp_plan, _ep_plan = TENSOR_PLAN, EXPERT_PLAN
 
     def __init__(self, config: MiniMaxM1Config):
         super().__init__(config)
@@ -222,6 +225,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
     """The language model: next-token logits in float32, loss, and log-probabilities of given tokens."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan, _fsdp_plan = HEAD_TENSOR_PLAN, HEAD_FSDP_PLAN
 
     def __init__(self, config: MiniMaxM1Config):
         super().__init__(config)
@@ -247,6 +251,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         cache: HybridCache | None = None,
         routed_experts: Tensor | None = None,
         output_routed_experts: bool = False,
+        scoring: Scoring | None = None,
         **kwargs: Any,
     ) -> HybridCausalLMOutput:
         """Logits (B, T, V), the last `logits_to_keep` of them if that is above 0, in `config.head_dtype`.
@@ -256,12 +261,14 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
                 in its own sequence, wherever padding lies. The loss is the mean (0 where nothing is learnt),
                 or the sum over `num_items_in_batch` where a trainer gives it, plus `router_aux_loss_coef`
                 times the load-balancing loss if router logits are asked for, by the same share of the whole.
+            scoring: return `log_probs` and `entropies` of `input_ids` instead of logits, as `log_probs` does.
         """
         wants_router = _asked(output_router_logits, self.config.output_router_logits)
         cache = _one_cache(cache, past_key_values)
         sequences = None
-        if labels is not None:
-            sequences = self.model.find_sequences(labels, attention_mask, position_ids, cache)
+        given = labels if scoring is None else input_ids
+        if given is not None:
+            sequences = self.model.find_sequences(given, attention_mask, position_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -278,6 +285,8 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             **{name: kwargs.get(name) for name in _FLASH_BOUNDS},
         )
         hidden = outputs.last_hidden_state
+        if scoring is not None and sequences is not None:
+            return self._score(hidden, input_ids, sequences, scoring)
         if isinstance(logits_to_keep, int) and logits_to_keep < 0:
             raise ValueError(f"logits_to_keep is {logits_to_keep}; 0 keeps all positions, n the last n")
         # -0 is 0: all of them
@@ -361,22 +370,27 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             input_ids: (B, T); attention_mask, position_ids, routed_experts: as in the forward pass.
             entropy: return the entropy (B, T) of each distribution as well, in nats.
         """
-        sequences = self.model.find_sequences(input_ids, attention_mask, position_ids)
-        outputs = self.model(
-            input_ids=input_ids, sequences=sequences, routed_experts=routed_experts, use_cache=False
+        # through the module's own call: hooks and sharding wrappers see every use of the weights
+        scored = self(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            routed_experts=routed_experts,
+            use_cache=False,
+            scoring=Scoring(temperature, entropy),
+            return_dict=True,
         )
-        results = head_log_probs(
-            self.lm_head,
-            outputs.last_hidden_state,
-            sequences.next_tokens(input_ids.long()),
-            temperature=temperature,
-            entropy=entropy,
-            head_dtype=self.config.head_dtype,
-        )
-        results = results if entropy else (results,)
+        return (scored.log_probs, scored.entropies) if entropy else scored.log_probs
+
+    def _score(
+        self, hidden: Tensor, input_ids: Tensor | None, sequences: SequenceMetadata, scoring: Scoring
+    ) -> HybridCausalLMOutput:
+        assert input_ids is not None  # sequences were found by them
+        targets, head_dtype = sequences.next_tokens(input_ids.long()), self.config.head_dtype
+        results = head_log_probs(self.lm_head, hidden, targets, scoring, head_dtype=head_dtype)
         # from the position that predicts a token to the token's own
-        found = tuple(nn.functional.pad(x, (1, 0)).gather(1, sequences.previous + 1) for x in results)
-        return found if entropy else found[0]
+        log_probs, *rest = (nn.functional.pad(x, (1, 0)).gather(1, sequences.previous + 1) for x in results)
+        return HybridCausalLMOutput(log_probs=log_probs, entropies=rest[0] if rest else None)
 
 
 class MiniMaxText01ForCausalLM(MiniMaxM1ForCausalLM):

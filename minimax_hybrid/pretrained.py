@@ -7,11 +7,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from .checkpoint import loading
 from .checkpoint.headers import DERIVED
-from .checkpoint.loading import complete_load, plan_load
 from .config import MiniMaxM1Config
 from .experts import Experts, Router
 from .layers import RMSNorm
+from .parallel.dtype_groups import separate_dtypes
+from .parallel.plans import check_counts
 
 
 class HybridPreTrainedModel(PreTrainedModel):
@@ -28,6 +30,25 @@ class HybridPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = True
     _keep_in_fp32_modules_strict = ["block_sparse_moe.gate"]  # the release stores its routers in float32
     _keys_to_ignore_on_load_unexpected = [DERIVED]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        separate_dtypes(self)
+        return super().__call__(*args, **kwargs)
+
+    @classmethod
+    def maybe_distribute_model(
+        cls, model: nn.Module, distributed_config: Any, mesh_manager: Any
+    ) -> nn.Module:
+        """Cut the model before its weights are read, as `distributed_config` asks."""
+        from .parallel import tensor  # noqa: F401  (registers the styles of lightning layers)
+
+        check_counts(
+            model.config,
+            tensor=distributed_config.tp_size,
+            expert=distributed_config.ep_size,
+            pipeline=distributed_config.pp_size,
+        )
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -63,8 +84,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: tensors that do not fit, each with its file and shapes; a damaged file.
             FileNotFoundError: weights or shards that are not there.
         """
-        plan = plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
+        plan = loading.plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
         options = plan.options | {"output_loading_info": True}
         model, info = super().from_pretrained(plan.path, *model_args, **options)
-        complete_load(model, info, plan)
+        loading.complete_load(model, info, plan)
         return (model, info) if output_loading_info else model

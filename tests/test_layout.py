@@ -27,12 +27,11 @@ FLOORS = {
         "sequences",
     ),
     "cost": ("cost",),
-    "loading": ("checkpoint.headers", "checkpoint.loading"),
+    "parallel": ("parallel",),
     "model": (),
     "checkpoint": ("checkpoint",),
     "text": ("text", "chat"),
     "serving": ("serving",),
-    "parallel": ("parallel",),
     "rl": ("rl",),
     "cli": ("cli", "__main__"),
     "benchmarks": ("benchmarks",),
@@ -42,15 +41,14 @@ ARROWS = {
     "config": "kernels",
     "layers": "kernels config",
     "cost": "kernels config",
-    "loading": "kernels config",
-    "model": "kernels config layers loading",
-    "checkpoint": "kernels config cost loading model",
-    "text": "kernels config model checkpoint loading",
+    "parallel": "kernels",  # plans and styles by name: it imports no layer
+    "model": "kernels config layers checkpoint parallel",  # from_pretrained compares headers before it loads
+    "checkpoint": "kernels config cost model",
+    "text": "kernels config model checkpoint",
     "serving": "kernels config layers model text",
-    "parallel": "kernels config layers model loading checkpoint",
-    "rl": "kernels config model text checkpoint loading serving",
-    "cli": "kernels config cost model checkpoint loading text serving parallel rl",
-    "benchmarks": "kernels config layers cost model checkpoint loading text serving parallel rl cli",
+    "rl": "kernels config model text checkpoint serving",
+    "cli": "kernels config cost model checkpoint text serving rl",
+    "benchmarks": "kernels config layers cost model checkpoint text serving rl cli",
 }
 # Where transformers hands arguments through: methods that override its own, and functions that it calls.
 OVERRIDES = {

@@ -6,7 +6,7 @@ from peft import LoraConfig, get_peft_model
 from tiny import V, assert_close, left_padded, model, tokens
 from torch import Tensor
 
-from minimax_hybrid.lm_head import LMHead, head_log_probs
+from minimax_hybrid.lm_head import LMHead, Scoring, head_log_probs
 
 TINY = 2.0**-9  # lost when 1 + TINY is rounded to bfloat16
 
@@ -97,7 +97,7 @@ def test_the_temperature_divides_the_logits() -> None:
     head = LMHead(1, 3, head_dtype="float32")
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[2.0], [1.0], [0.0]]))
-    one = head_log_probs(head, torch.ones(1, 1), torch.tensor([0]), temperature=0.5, entropy=False)
+    (one,) = head_log_probs(head, torch.ones(1, 1), torch.tensor([0]), Scoring(temperature=0.5))
     assert one.item() == pytest.approx(-0.142932, abs=1e-6)
 
 
