@@ -1,4 +1,4 @@
-"""The command `minimax-hybrid`: generate, inspect, convert, cost, bench, train.
+"""The command `minimax-hybrid`: generate, serve, inspect, convert, cost, bench, train.
 
 A caller's mistake is said in words: exit code 2 for a wrong command line or prompt, 1 for a file or model
 that cannot be used, 130 after Ctrl-C. Results go to standard output, all else to standard error.
@@ -11,6 +11,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.util import find_spec
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_generate(commands)
+    _add_serve(commands)
     inspect = commands.add_parser("inspect", help="layers, parameters, tensors, memory needed")
     inspect.add_argument("folder", type=Path, help="folder of a checkpoint")
     inspect.add_argument("--json", action="store_true", help="print JSON")
@@ -130,6 +133,29 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads")
     parser.add_argument("--json", action="store_true", help="print one JSON object for each text, at the end")
     parser.set_defaults(run=_generate)  # fmt: skip
+
+
+def _add_serve(commands: Any) -> None:
+    parser = commands.add_parser(
+        "serve", help="an OpenAI-compatible server", description="Serve a model over HTTP, as OpenAI's API."
+    )
+    parser.add_argument("--model", type=Path, help="folder of a checkpoint (default: the bundled demo)")
+    parser.add_argument("--name", help="what requests call the model (default: the folder's name)")
+    parser.add_argument("--host", default="127.0.0.1", help="any but this machine's own needs a key")
+    parser.add_argument("--port", type=int, default=8000, metavar="N", help="0 takes a free one")
+    key = parser.add_mutually_exclusive_group()
+    key.add_argument("--api-key", metavar="KEY", help="what requests must carry")
+    key.add_argument("--api-key-file", type=Path, metavar="FILE", help="the same, out of others' sight")
+    parser.add_argument("--max-batch", type=_count, default=32, metavar="N", help="requests that run at once")
+    parser.add_argument(
+        "--max-tokens", type=_count, default=65_536, metavar="N", help="tokens of all running requests"
+    )
+    parser.add_argument("--max-queue", type=_count, default=256, metavar="N", help="requests that may wait")
+    parser.add_argument("--max-length", type=_count, metavar="N", help="tokens of a prompt and its answer")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: as stored")
+    parser.add_argument("--device", help="such as cpu or cuda:0 (default: a GPU if there is one)")
+    parser.add_argument("--threads", type=_count, metavar="N", help="CPU threads")
+    parser.set_defaults(run=_serve)
 
 
 def _add_cost(commands: Any) -> None:
@@ -200,6 +226,46 @@ def _generate(args: argparse.Namespace) -> int:
     _print_texts([*given, *chats], result, args)
     print(result.summary(), file=sys.stderr)
     return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    key = args.api_key_file.read_text(encoding="utf-8").strip() if args.api_key_file else args.api_key
+    if key == "":
+        raise UsageError("the API key is empty; leave it out or give one")
+    if not key and not _is_this_machine(args.host):
+        raise UsageError(f"--host {args.host} lets others in; give --api-key or --api-key-file as well")
+    if find_spec("fastapi") is None or find_spec("uvicorn") is None:
+        raise UsageError("serving needs FastAPI and uvicorn; pip install 'minimax-hybrid[serve]'")
+    import torch
+
+    from .config import read_config
+    from .serving.engine import Engine
+    from .serving.server import ServerSettings, serve
+    from .text import DEMO, load_model, load_tokenizer
+
+    _quiet_transformers()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.model or DEMO
+    config = read_config(folder)
+    tokenizer = load_tokenizer(folder, config=config)
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    model = load_model(folder, config=config, dtype=args.dtype, device=device)
+    settings = ServerSettings(
+        name=args.name or folder.resolve().name, host=args.host, port=args.port, api_key=key,
+        max_length=min(args.max_length or config.max_position_embeddings, args.max_tokens),
+        max_pending=args.max_batch + args.max_queue,
+    )  # fmt: skip
+    engine = Engine(model, tokenizer, max_batch=args.max_batch, max_tokens=args.max_tokens)
+    serve(engine, tokenizer, settings)
+    return 0
+
+
+def _is_this_machine(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _print_texts(asked: list[Any], result: Any, args: argparse.Namespace) -> None:

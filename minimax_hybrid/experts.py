@@ -73,7 +73,9 @@ class Experts(nn.Module):
         expert_of_R = topk_expert_ids.flatten()  # R = N * A routed copies of the tokens
         order = expert_of_R.argsort(stable=True)
         E = self.down_proj.shape[0]
-        tokens_per_expert = expert_of_R.bincount(minlength=E)[:E]
+        # not bincount, which waits for a GPU and stops a trace
+        tokens_per_expert = expert_of_R.new_zeros(E + 1)
+        tokens_per_expert = tokens_per_expert.scatter_add_(0, expert_of_R, torch.ones_like(expert_of_R))[:E]
         routed_RM = x_NM[order // A]
         gate, up = grouped_linear(routed_RM, self.gate_up_proj, tokens_per_expert).chunk(2, dim=-1)
         out_RM = grouped_linear(self.act(gate) * up, self.down_proj, tokens_per_expert)

@@ -23,7 +23,7 @@ from minimax_kernels import (
     lightning_decode,
     padded_lightning_attention,
 )
-from minimax_kernels.backends import Backend, tracked
+from minimax_kernels.backends import Backend, tracing, tracked
 from minimax_kernels.lightning.extend import current_state, fold
 
 from .cache import HybridCache, LightningCacheLayer, writable
@@ -72,7 +72,9 @@ class LightningAttention(nn.Module):
         return q, k, v
 
     def log_decay(self, device: torch.device) -> Tensor:
-        return layer_log_decay(self.num_heads, self.layer_idx, self.num_layers, device=device)[self.heads]
+        # a trace makes its own: what it would leave in the cache is not a real tensor
+        constant = layer_log_decay.__wrapped__ if tracing() else layer_log_decay
+        return constant(self.num_heads, self.layer_idx, self.num_layers, device=device)[self.heads]
 
     def current_state(self, cache: HybridCache) -> Tensor | None:
         """The state (B, H, D, D) after the last cached position, None before the first."""

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from .checkpoint import loading
 from .checkpoint.headers import DERIVED
+from .checkpoint.loading import complete_load, plan_load
 from .config import MiniMaxM1Config
 from .experts import Experts, Router
 from .layers import RMSNorm
@@ -84,8 +84,8 @@ class HybridPreTrainedModel(PreTrainedModel):
             ValueError: tensors that do not fit, each with its file and shapes; a damaged file.
             FileNotFoundError: weights or shards that are not there.
         """
-        plan = loading.plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
+        plan = plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
         options = plan.options | {"output_loading_info": True}
         model, info = super().from_pretrained(plan.path, *model_args, **options)
-        loading.complete_load(model, info, plan)
+        complete_load(model, info, plan)
         return (model, info) if output_loading_info else model

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from minimax_kernels import IGNORED
+from minimax_kernels.backends import can_check_values, tracing
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class SequenceMetadata:
     full_token_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
 
-    @cached_property
+    @property
     def previous(self) -> Tensor:
         """(B, T), the column of the token before each token in its own document, wherever padding lies; -1
         where there is none, and at padding."""
@@ -98,6 +99,12 @@ def find_sequences(
         ValueError: a mask or position ids that do not fit the input, the cache or each other.
     """
     full_mask = _full_mask(B, past, T, attention_mask, past_mask)
+    if full_mask is None and position_ids is None:
+        return SequenceMetadata(_positions(B, past, T, None, None, device))
+    if full_mask is not None and tracing():
+        # in a trace a mask is kept as it is: whether it hides anything, or fits the positions, is a value
+        position_ids = _positions(B, past, T, position_ids, full_mask, device)
+        return SequenceMetadata(position_ids, full_mask[:, past:], full_mask)
     position_ids = _positions(B, past, T, position_ids, full_mask, device)
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1  # (B, T - 1)
     if full_mask is not None:
@@ -143,7 +150,7 @@ def _full_mask(
             f"attention_mask must be {(B, past + T)}: {past} cached and {T} new positions, got "
             f"{tuple(attention_mask.shape)}"
         )
-    if attention_mask.dtype != torch.bool and attention_mask.device.type == "cpu":
+    if attention_mask.dtype != torch.bool and can_check_values(attention_mask):
         other = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
         if other.numel():
             raise ValueError(
@@ -151,6 +158,8 @@ def _full_mask(
                 "to scores"
             )
     full_mask = attention_mask.bool()
+    if tracing():
+        return full_mask
     if bool(full_mask.all()):
         full_mask = None
     if past and not _equal(past_mask, None if full_mask is None else full_mask[:, :past]):

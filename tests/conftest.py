@@ -35,6 +35,11 @@ def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+
+
 # Triton's interpreter takes most of the time of the kernels' tests, so the fast lane leaves it out;
 # `kernels/test_triton.py` has a small case of each kernel in both lanes.
 @pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name == "triton")) for name in NAMES])

@@ -27,6 +27,7 @@ FLOORS = {
         "sequences",
     ),
     "cost": ("cost",),
+    "loading": ("checkpoint.headers", "checkpoint.loading"),
     "parallel": ("parallel",),
     "model": (),
     "checkpoint": ("checkpoint",),
@@ -41,14 +42,15 @@ ARROWS = {
     "config": "kernels",
     "layers": "kernels config",
     "cost": "kernels config",
+    "loading": "kernels config",
     "parallel": "kernels",  # plans and styles by name: it imports no layer
-    "model": "kernels config layers checkpoint parallel",  # from_pretrained compares headers before it loads
-    "checkpoint": "kernels config cost model",
-    "text": "kernels config model checkpoint",
+    "model": "kernels config layers loading parallel",
+    "checkpoint": "kernels config cost loading model",
+    "text": "kernels config model checkpoint loading",
     "serving": "kernels config layers model text",
-    "rl": "kernels config model text checkpoint serving",
-    "cli": "kernels config cost model checkpoint text serving rl",
-    "benchmarks": "kernels config layers cost model checkpoint text serving rl cli",
+    "rl": "kernels config model text checkpoint loading serving",
+    "cli": "kernels config cost model checkpoint loading text serving parallel rl",
+    "benchmarks": "kernels config layers cost model checkpoint loading text serving parallel rl cli",
 }
 # Where transformers hands arguments through: methods that override its own, and functions that it calls.
 OVERRIDES = {

@@ -74,9 +74,14 @@ def tracked(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def tracing() -> bool:
+    """Whether torch.compile or torch.export records the operations, so that none may depend on values."""
+    return torch.compiler.is_compiling() or torch.compiler.is_exporting()
+
+
 def can_check_values(x: Tensor) -> bool:
-    """Whether a check may read values: not on a GPU, which would wait, nor while torch.compile traces."""
-    return x.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether a check may read values: not on a GPU, which would wait, nor in a trace."""
+    return x.device.type == "cpu" and not tracing()
 
 
 def _is_made_for(x: Tensor) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backends import tracked, without_autocast
+from .backends import tracing, tracked, without_autocast
 
 # Where oneDNN overtakes MKL: at 1M products of matrices in cache (64 to 512 wide, 1 thread), and from 512 x
 # 512 on for a weight that must come from memory, as each does in decoding.
@@ -76,5 +76,5 @@ def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
         and _has_onednn()
-        and not torch.compiler.is_compiling()
+        and not tracing()
     )

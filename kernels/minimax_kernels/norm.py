@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .backends import accumulation_dtype, tracked
+from .backends import accumulation_dtype, tracing, tracked
 
 
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
@@ -20,7 +20,7 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     """
     if x.shape[-1:] != weight.shape:
         raise ValueError(f"weight must be ({x.shape[-1]},), the width of x, got {tuple(weight.shape)}")
-    if x.is_cuda or torch.compiler.is_compiling() or type(x) is not Tensor:
+    if x.is_cuda or tracing() or type(x) is not Tensor:
         wide = x.to(accumulation_dtype(x))
         return torch.nn.functional.rms_norm(wide, weight.shape, eps=eps).to(x.dtype) * weight
     if tracked(x, weight):

@@ -10,6 +10,7 @@ Imports torch only, so that it can be lifted into any trainer.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -82,6 +83,15 @@ def GRPO(
 def REINFORCE(*, sample_share: float = 0.0) -> Objective:
     """The ratio as weight, no token dropped: CISPO without a bound. sample_share=1 is equation 3."""
     return Objective(sample_share=sample_share)
+
+
+# by the names that a settings file uses
+OBJECTIVES: dict[str, Callable[..., Objective]] = {
+    "cispo": CISPO,
+    "dapo": DAPO,
+    "grpo": GRPO,
+    "reinforce": REINFORCE,
+}
 
 
 def policy_loss(

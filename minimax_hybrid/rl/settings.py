@@ -1,19 +1,11 @@
 """The settings of a training run, the TOML file that holds them, and the schedule of the output window."""
 
 import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .objective import CISPO, DAPO, GRPO, REINFORCE, Objective
-
-OBJECTIVES: dict[str, Callable[..., Objective]] = {
-    "cispo": CISPO,
-    "dapo": DAPO,
-    "grpo": GRPO,
-    "reinforce": REINFORCE,
-}
+from .objective import OBJECTIVES, Objective
 
 
 @dataclass(frozen=True)

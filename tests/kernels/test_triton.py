@@ -174,6 +174,23 @@ def test_a_compiled_decode_writes_into_the_cache_it_is_given(device: str) -> Non
     assert memories[0].cache_seqlens.tolist() == [3, 3]
 
 
+@pytest.mark.gpu
+def test_a_decode_step_captured_in_a_cuda_graph_gives_the_eager_bits() -> None:
+    q, k, v = torch.randn(3, 2, 8, 4, 64, device="cuda", dtype=torch.bfloat16)
+    log_decay = -torch.rand(4, device="cuda")
+    eager, captured, spare = (BlockMemory.empty(k, v) for _ in range(3))
+    buffers = [x[:, :1].clone() for x in (q, k, v)]
+    lightning_decode(*buffers, log_decay, spare, backend="triton")  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = lightning_decode(*buffers, log_decay, captured, backend="triton")
+    for t in range(8):
+        for buffer, x in zip(buffers, (q, k, v), strict=True):
+            buffer.copy_(x[:, t : t + 1])
+        graph.replay()
+        assert torch.equal(out, lightning_decode(*buffers, log_decay, eager, backend="triton")), t
+
+
 def test_a_second_derivative_is_refused_not_wrong(device: str) -> None:
     inputs = lightning_inputs(B=1, T=5, H=1, device=device)
     q = inputs.q.requires_grad_()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..backends import tracked, without_autocast
+from ..backends import can_check_values, tracing, tracked, without_autocast
 from ..gemm import matmul_nt
 from .reference import grouped_linear_reference
 
@@ -57,12 +57,14 @@ def grouped_linear(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     _check(x, weight, tokens_per_expert)
+    if backend == "auto" and tracing():
+        return _operator(x, weight, tokens_per_expert, False)
     name = _choose(x, weight) if backend == "auto" else backend
     differentiate = tracked(x, weight)
     if name == "loop":
         counts = _read(tokens_per_expert, x.shape[0])
         return _Loop.apply(x, weight, counts) if differentiate else _loop(x, weight, counts)
-    if tokens_per_expert.is_cpu:
+    if can_check_values(tokens_per_expert):
         _read(tokens_per_expert, x.shape[0])
     if name == "grouped_mm":
         _check_grouped_mm(x, weight)
@@ -156,6 +158,50 @@ class _GroupedMM(torch.autograd.Function):
             dx = _grouped_mm(dout, weight.mT, counts) if need_dx else None
             dweight = _grouped_mm_dweight(x, dout, counts) if need_dweight else None
         return dx, dweight, None
+
+
+@torch.library.custom_op("minimax_kernels::grouped_linear", mutates_args=())
+def _operator(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
+    """`grouped_linear` as one opaque step of a trace, in which no count can be read."""
+    one_kernel = _choose(x, weight) == "grouped_mm"
+    weight = weight.mT if transposed else weight
+    with without_autocast(x):
+        if one_kernel:
+            return _grouped_mm(x, weight, tokens_per_expert)
+        return _loop(x, weight, _read(tokens_per_expert, x.shape[0]))
+
+
+@torch.library.custom_op("minimax_kernels::grouped_linear_dweight", mutates_args=())
+def _operator_dweight(x: Tensor, dout: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    with without_autocast(x):
+        if _choose(x, dout) == "grouped_mm":
+            return _grouped_mm_dweight(x, dout, tokens_per_expert)
+        return _loop_dweight(x, dout, _read(tokens_per_expert, x.shape[0]))
+
+
+@_operator.register_fake
+def _(x: Tensor, weight: Tensor, tokens_per_expert: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[2 if transposed else 1])
+
+
+@_operator_dweight.register_fake
+def _(x: Tensor, dout: Tensor, tokens_per_expert: Tensor) -> Tensor:
+    return x.new_empty(tokens_per_expert.shape[0], dout.shape[1], x.shape[1])
+
+
+def _keep_inputs(ctx, inputs: tuple[Tensor, Tensor, Tensor, bool], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+
+
+def _operator_backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+    x, weight, counts = ctx.saved_tensors
+    need_dx, need_dweight = ctx.needs_input_grad[:2]
+    dout = dout.contiguous()
+    dx = _operator(dout, weight, counts, True) if need_dx else None
+    return dx, _operator_dweight(x, dout, counts) if need_dweight else None, None, None
+
+
+_operator.register_autograd(_operator_backward, setup_context=_keep_inputs)
 
 
 def _read(tokens_per_expert: Tensor, R: int) -> list[int]:

@@ -22,22 +22,35 @@ from .memory import BLOCK, BlockMemory
 # Queries of a block computed together; later keys are left out. Decoding computes one such group, in 55 us
 # where the whole block takes 148, and the forward loses nothing (H = 8, D = 64, one thread of an AMD EPYC).
 QUERIES = 16
+assert BLOCK % QUERIES == 0
 # Elements of q worked on at once: its float32 copies and products then stay in a core's L2 cache.
 WORKING_SET = 2**18
 
 
 def chunked(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    cu_seqlens: Tensor | None,
+    *,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Shapes and rules as in `interface.lightning_attention`; `state` (S, H, Dk, Dv) has the working type."""
+    """Shapes and rules as in `interface.lightning_attention`; `state` (S, H, Dk, Dv) has the working type.
+
+    lengths: (B,) tokens of each sequence, without cu_seqlens: then come positions of k = v = 0 whose outputs
+        mean nothing, and the state is the one after the last token.
+    """
     B, T, H, Dk = q.shape
     if cu_seqlens is not None:
         return _run(_Blocks.packed(cu_seqlens, T), q, k, v, log_decay, state)
     step = max(WORKING_SET // max(B * H * Dk, 1) // BLOCK, 1) * BLOCK
-    outs = []
+    outs: list[Tensor] = []
     # split, not slices: the gradient of a slice is as large as the whole
     for part in zip(*(x.split(step, dim=1) for x in (q, k, v)), strict=True) if T else ():
-        out, state = _run(_Blocks.dense(B, part[0].shape[1], v.device), *part, log_decay, state)
+        left = None if lengths is None else lengths - len(outs) * step
+        out, state = _run(_Blocks.dense(B, part[0].shape[1], v.device, left), *part, log_decay, state)
         outs.append(out)
     return (torch.cat(outs, dim=1), state) if outs else (torch.zeros_like(v), state.clone())
 
@@ -185,13 +198,18 @@ class _Blocks:
     width: int  # C
 
     @classmethod
-    def dense(cls, B: int, T: int, device: torch.device) -> "_Blocks":
+    def dense(cls, B: int, T: int, device: torch.device, lengths: Tensor | None = None) -> "_Blocks":
+        """Of B sequences of T positions; only the first `lengths` (B,) of each count."""
         steps = -(-T // BLOCK) if B else 0
-        lengths = torch.full((steps, B), BLOCK, device=device)
-        if steps:
-            lengths[-1] = T - (steps - 1) * BLOCK
+        if lengths is None:
+            in_block = torch.full((steps, B), BLOCK, device=device)
+            if steps:
+                in_block[-1] = T - (steps - 1) * BLOCK
+        else:
+            start = torch.arange(steps, device=device)[:, None] * BLOCK
+            in_block = (lengths - start).clamp(0, BLOCK)
         order = torch.arange(B, device=device)
-        return cls(lengths.flatten(), [B] * steps, order, None, (B, T), _width(T))
+        return cls(in_block.flatten(), [B] * steps, order, None, (B, T), _width(T))
 
     @classmethod
     def packed(cls, cu_seqlens: Tensor, T: int) -> "_Blocks":

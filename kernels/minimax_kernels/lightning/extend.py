@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..backends import Backend
+from ..backends import Backend, accumulation_dtype, choose, tracing, without_autocast
 from ..packing import pack, unpack
+from .chunked import chunked
 from .interface import lightning_attention
 from .memory import BLOCK, BlockMemory
 
@@ -31,11 +32,47 @@ def padded_lightning_attention(
     """
     if token_mask is None:
         return lightning_attention(q, k, v, log_decay, initial_state=initial_state, backend=backend)
+    if tracing() and choose(backend, q) != "reference":
+        return _padded_in_a_trace(q, k, v, log_decay, token_mask, initial_state, backend)
     (q, cu_seqlens), (k, _), (v, _) = (pack(x, token_mask) for x in (q, k, v))
     out, final_state = lightning_attention(
         q, k, v, log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens, backend=backend
     )
     return unpack(out, token_mask), final_state
+
+
+def _padded_in_a_trace(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    token_mask: Tensor,
+    initial_state: Tensor | None,
+    backend: Backend,
+) -> tuple[Tensor, Tensor]:
+    """The same in shapes that depend on no value: tokens move in front of the padding, and back again."""
+    B, T, H, Dk = k.shape
+    batch = torch.arange(B, device=k.device)[:, None]
+    order = (~token_mask).to(torch.int8).argsort(dim=1, stable=True)  # (B, T)
+    lengths = token_mask.sum(1)
+    shown = torch.arange(T, device=k.device) < lengths[:, None]
+    q, k, v = (x[batch, order].where(shown[..., None, None], 0) for x in (q, k, v))
+    if initial_state is None:
+        initial_state = k.new_zeros(B, H, Dk, v.shape[-1], dtype=accumulation_dtype(k))
+    if choose(backend, q) == "chunked":
+        with without_autocast(q):
+            out, final_state = chunked(q, k, v, log_decay, initial_state, None, lengths=lengths)
+    else:
+        # the padding of each is one more sequence
+        starts = torch.stack([torch.zeros_like(lengths), lengths], dim=1) + batch * T
+        bounds = pad(starts.flatten(), (0, 1), value=B * T).to(torch.int32)
+        flat = (x.reshape(1, B * T, H, -1) for x in (q, k, v))
+        states = initial_state.repeat_interleave(2, dim=0)
+        out, states = lightning_attention(
+            *flat, log_decay, initial_state=states, cu_seqlens=bounds, backend=backend
+        )
+        out, final_state = out.view(v.shape), states[::2]
+    return out[batch, order.argsort(dim=1)].where(token_mask[..., None, None], 0), final_state
 
 
 def current_state(memory: BlockMemory, log_decay: Tensor) -> Tensor:
