@@ -1,19 +1,19 @@
 """Rollouts: G responses to each prompt, with what training needs to know about how they were drawn.
 
-The decoding loop is written out because it records three things: the log-probability of every chosen token
-under the model's full distribution at the sampling temperature (never a truncated one), why the response
-ended, and, on request, which experts every position went to.
+The serving engine draws them. It records the log-probability of every chosen token under the model's full
+distribution at the sampling temperature (never a truncated one), why the response ended, and, on request,
+which experts every position went to.
 """
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..compat import CACHE_NAME
-from ..generation import RepetitionStop
+from ..serving import Engine, GenerationParams, Request, Result
 from .batches import Response
+
+PREFILL_CHUNK = 4096  # nobody waits for a first token
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,20 @@ class SamplingParams:
                 "greedy=True takes the likeliest token"
             )
 
+    def generation_params(self, seed: int) -> GenerationParams:
+        """The same for one request of the engine."""
+        return GenerationParams(
+            temperature=self.temperature,
+            greedy=self.greedy,
+            seed=seed,
+            max_new_tokens=self.max_new_tokens,
+            end_tokens=self.end_tokens,
+            forbidden_tokens=() if self.pad_token in self.end_tokens else (self.pad_token,),
+            repetition_run=self.repetition_run,
+            repetition_threshold=self.repetition_threshold,
+            output_routed_experts=self.output_routed_experts,
+        )
+
 
 @torch.no_grad()
 def sample(
@@ -83,137 +97,57 @@ def sample(
     training = model.training
     model.eval()
     try:
-        recorder = _decode(model, prompts, num_generations, sampling, generator)
+        results = _engine(model, prompts, sampling, num_generations).generate(
+            _requests(prompts, sampling, num_generations, generator)
+        )
     finally:
         model.train(training)
-    return recorder.responses(prompts, num_generations)
+    _check_finite(results, num_generations)
+    return [_response(result, prompts, sampling, i // num_generations) for i, result in enumerate(results)]
 
 
-def _decode(
-    model: PreTrainedModel,
+def _engine(
+    model: PreTrainedModel, prompts: list[list[int]], sampling: SamplingParams, num_generations: int
+) -> Engine:
+    """With room for all responses at once. It lives for one call: training changes the weights after it."""
+    n = len(prompts) * num_generations
+    longest = max(map(len, prompts)) + sampling.max_new_tokens
+    return Engine(
+        model, max_batch=n, max_tokens=n * longest, prefill_chunk=PREFILL_CHUNK, prefix_cache_bytes=0
+    )
+
+
+def _requests(
     prompts: list[list[int]],
-    num_generations: int,
     sampling: SamplingParams,
+    num_generations: int,
     generator: torch.Generator | None,
-) -> "_Recorder":
-    device = next(model.parameters()).device
-    P = max(map(len, prompts))
-    padding = [P - len(prompt) for prompt in prompts]
-    filled = [[sampling.pad_token] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]
-    step_ids = torch.tensor(filled, device=device)  # (prompts, P), then (active, 1)
-    mask = torch.tensor([[0] * pad + [1] * (P - pad) for pad in padding], device=device)
-    recorder = _Recorder(len(prompts) * num_generations, sampling, device)
-    cache = None
-    for step in range(sampling.max_new_tokens):
-        out = model(
-            input_ids=step_ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            output_routed_experts=sampling.output_routed_experts,
-        )
-        cache, logits = out[CACHE_NAME], out.logits[:, -1].float()
-        experts = out.routed_experts.to(torch.int16) if sampling.output_routed_experts else None
-        if step == 0 and num_generations > 1:
-            # a prompt is computed once for all its responses
-            cache.batch_repeat_interleave(num_generations)
-            logits, mask = (x.repeat_interleave(num_generations, dim=0) for x in (logits, mask))
-            experts = None if experts is None else experts.repeat_interleave(num_generations, dim=0)
-        _check_logits(logits, recorder, num_generations, step)
-        token = _choose(logits, sampling, generator)  # (active,)
-        running = recorder.add(token, logits, experts)
-        if not running.any():
-            break
-        if 2 * running.sum() <= len(running):
-            # half of the responses have ended: remove them from the cache
-            left = running.nonzero()[:, 0]
-            cache.batch_select_indices(left)
-            mask, token = mask[left], token[left]
-            recorder.active = recorder.active[left]
-        step_ids, mask = token[:, None], torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
-    return recorder
+) -> list[Request]:
+    n = len(prompts) * num_generations
+    device = "cpu" if generator is None else generator.device
+    seeds = torch.randint(2**62, (n,), generator=generator, device=device).tolist()
+    params = [sampling.generation_params(seed) for seed in seeds]
+    return [Request(prompts[i // num_generations], one) for i, one in enumerate(params)]
 
 
-class _Recorder:
-    """What the loop records of all B responses at each step, while only the active ones are computed."""
-
-    def __init__(self, B: int, sampling: SamplingParams, device: torch.device):
-        self.sampling = sampling
-        # Responses that the cache holds, then those that have not ended.
-        self.active = torch.arange(B, device=device)
-        self.running = torch.ones(B, dtype=torch.bool, device=device)
-        self.lengths = torch.zeros(B, dtype=torch.long, device=device)
-        self.finish_reasons = ["length"] * B
-        self.tokens: list[Tensor] = []  # (B,) each
-        self.log_probs: list[Tensor] = []  # (B,) each
-        self.routed_experts: list[Tensor] = []  # (B, positions, L, A) each
-        self._end_tokens = torch.tensor(sampling.end_tokens, device=device)
-        self._stop = None
-        if sampling.repetition_run is not None:
-            self._stop = RepetitionStop(run=sampling.repetition_run, threshold=sampling.repetition_threshold)
-
-    def add(self, token: Tensor, logits: Tensor, experts: Tensor | None) -> Tensor:
-        """Record a step of the active responses; returns which of them have not ended."""
-        log_probs = (logits / self.sampling.temperature).log_softmax(-1).gather(-1, token[:, None])[:, 0]
-        self.tokens.append(self._scattered(token))
-        self.log_probs.append(self._scattered(log_probs))
-        if experts is not None:
-            self.routed_experts.append(self._scattered(experts))
-        self.lengths += self.running
-        ended = self.running & torch.isin(self.tokens[-1], self._end_tokens)
-        repeated = torch.zeros_like(ended)
-        if self._stop is not None:
-            probability = self._scattered(logits.softmax(-1).gather(-1, token[:, None])[:, 0])
-            repeated = self._stop.count(probability * self.running) & self.running & ~ended
-        for reason, which in (("end", ended), ("repetition", repeated)):
-            for i in which.nonzero().flatten().tolist():
-                self.finish_reasons[i] = reason
-        self.running = self.running & ~ended & ~repeated
-        return self.running[self.active]
-
-    def responses(self, prompts: list[list[int]], num_generations: int) -> list[Response]:
-        tokens, log_probs = (torch.stack(x, 1).cpu() for x in (self.tokens, self.log_probs))  # (B, steps)
-        experts = torch.cat(self.routed_experts, 1).cpu() if self.routed_experts else None
-        P, found = max(map(len, prompts)), []
-        for i, length in enumerate(self.lengths.tolist()):
-            prompt = prompts[i // num_generations]
-            ran = slice(P - len(prompt), P + length - 1)
-            found.append(
-                Response(
-                    prompt=list(prompt),
-                    tokens=tokens[i, :length],
-                    log_probs=log_probs[i, :length],
-                    finish_reason=self.finish_reasons[i],
-                    temperature=self.sampling.temperature,
-                    group=i // num_generations,
-                    routed_experts=None if experts is None else experts[i, ran],
-                )
-            )
-        return found
-
-    def _scattered(self, values: Tensor) -> Tensor:
-        """(B, ...) from (active, ...), zeros elsewhere."""
-        full = values.new_zeros((len(self.running), *values.shape[1:]))
-        return full.index_copy(0, self.active, values)
+def _response(result: Result, prompts: list[list[int]], sampling: SamplingParams, group: int) -> Response:
+    return Response(
+        prompt=list(prompts[group]),
+        tokens=torch.tensor(result.tokens, dtype=torch.long),
+        log_probs=torch.tensor(result.log_probs),
+        finish_reason=str(result.finish_reason),
+        temperature=sampling.temperature,
+        group=group,
+        routed_experts=result.routed_experts,
+    )
 
 
-def _choose(logits: Tensor, sampling: SamplingParams, generator: torch.Generator | None) -> Tensor:
-    if sampling.pad_token not in sampling.end_tokens:
-        logits = logits.clone()
-        logits[:, sampling.pad_token] = -torch.inf
-    if sampling.greedy:
-        return logits.argmax(-1)
-    return torch.multinomial((logits / sampling.temperature).softmax(-1), 1, generator=generator)[:, 0]
-
-
-def _check_logits(logits: Tensor, recorder: _Recorder, num_generations: int, step: int) -> None:
-    """Those of responses that have not ended; what follows an end token is not used."""
-    bad = ~logits.isfinite().all(-1)
-    running = recorder.running[recorder.active]
-    if failed := recorder.active[bad & running].tolist():
+def _check_finite(results: list[Result], num_generations: int) -> None:
+    broken = [i for i, result in enumerate(results) if result.finish_reason == "error"]
+    if broken:
+        step = min(len(results[i].tokens) for i in broken)
+        failed = [i for i in broken if len(results[i].tokens) == step]
         prompts = sorted({i // num_generations for i in failed})
         raise FloatingPointError(
             f"logits are not finite at new token {step} of responses {failed[:10]}, to prompts {prompts[:10]}"
         )
-    logits[bad] = 0.0

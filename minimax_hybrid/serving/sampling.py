@@ -51,7 +51,10 @@ def choose(
     if any(_changes_the_distribution(p) for p in params):
         sampled = _filtered(_penalised(logits, params, seen) / temperature, params).log_softmax(-1)
     greedy = torch.tensor([p.is_greedy for p in params], device=logits.device)
-    tokens = torch.where(greedy, sampled.argmax(-1), _drawn(sampled, uniforms))[:, None]
+    tokens = sampled.argmax(-1)
+    if not all(p.is_greedy for p in params):
+        tokens = torch.where(greedy, tokens, _drawn(sampled, uniforms))
+    tokens = tokens[:, None]
     of_token = [log_probs.gather(-1, tokens), sampled.gather(-1, tokens).masked_fill(greedy[:, None], 0.0)]
     if any(p.repetition_run for p in params):
         of_token.append(logits.log_softmax(-1).gather(-1, tokens).exp())

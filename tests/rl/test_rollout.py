@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -43,27 +42,30 @@ def response(prompt: list[int], tokens: list[int], log_probs: list[float]) -> Re
     return Response(prompt, torch.tensor(tokens, dtype=torch.long), torch.tensor(log_probs), "length")
 
 
-class Scripted(torch.nn.Module):
-    """A "model" whose every distribution is given: step t puts `probabilities[i][t]` on token 2."""
+class Scripted(MiniMaxM1ForCausalLM):
+    """A model whose every distribution is given: step t of script i puts `probabilities[i][t]` on token 2.
+
+    A prompt of 100 i + 1 tokens follows script i, so a position says which script it is in, and where.
+    """
 
     def __init__(self, probabilities: list[list[float]]):
-        super().__init__()
+        super().__init__(MiniMaxM1Config.tiny(vocab_size=4, num_hidden_layers=2, attn_type_list=[0, 1]))
         self.scripts = torch.tensor(probabilities)
-        self.unused = torch.nn.Parameter(torch.zeros(1))
-        self.config = SimpleNamespace(vocab_size=4)
-        self.step = 0
+        self.eval()
+
+    @property
+    def prompts(self) -> list[list[int]]:
+        return [[3] * (100 * i + 1) for i in range(len(self.scripts))]
 
     def forward(self, input_ids: Tensor, **options: object) -> object:
-        p = self.scripts[:, self.step]
-        self.step += 1
+        output = super().forward(input_ids, **options)
+        mask, position_ids = options.get("attention_mask"), options.get("position_ids")
+        position = mask.sum(-1) - 1 if position_ids is None else position_ids[:, -1]
+        p = self.scripts[position // 100, position % 100]
         rest = (1 - p) / 2
         logits = torch.stack([rest * 0, rest, p, rest], -1).log()
-        output = {"cache": self, "past_key_values": self}
-        return type("Output", (dict,), {"logits": logits[:, None].clamp(min=-1e4)})(output)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """It is its own cache: keep these sequences."""
-        self.scripts = self.scripts[indices]
+        output.logits = logits[:, None].clamp(min=-1e4)
+        return output
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
@@ -97,12 +99,10 @@ def test_training_agrees_in_every_layout(model: MiniMaxM1ForCausalLM) -> None:
 
 
 def test_the_recorded_log_probability_is_at_the_temperature_and_over_everything() -> None:
-    scripted = Scripted([[math.e**2 / (math.e**2 + math.e + 1)]])
-    scripted.forward = lambda **options: type(
-        "Output", (dict,), {"logits": torch.tensor([[[2.0, 1.0, 0.0]]])}
-    )(cache=None, past_key_values=None)
+    net = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(vocab_size=3, num_hidden_layers=2))
+    net.register_forward_hook(lambda *call: setattr(call[-1], "logits", torch.tensor([[[2.0, 1.0, 0.0]]])))
     sampling = SamplingParams(end_tokens=(0,), pad_token=1, max_new_tokens=1, temperature=0.5, greedy=True)
-    (response,) = sample(scripted, [[2]], sampling)
+    (response,) = sample(net, [[2]], sampling)
     assert response.tokens.tolist() == [0]
     # Token 1 is the padding and cannot be drawn; the distribution recorded is the model's own all the same.
     assert response.log_probs[0] == pytest.approx(-0.142932, abs=1e-6)
@@ -193,7 +193,8 @@ def test_the_repetition_rule_counts_consecutive_confident_tokens(
 
 def test_a_response_that_repeats_does_not_stop_the_others() -> None:
     sampling = SamplingParams(end_tokens=(1,), pad_token=0, max_new_tokens=12, greedy=True, repetition_run=5)
-    responses = sample(Scripted([[0.995] * 12, [0.9] * 12, [0.9] + [0.995] * 11]), [[3], [3], [3]], sampling)
+    scripted = Scripted([[0.995] * 12, [0.9] * 12, [0.9] + [0.995] * 11])
+    responses = sample(scripted, scripted.prompts, sampling)
     assert [(r.finish_reason, len(r.tokens)) for r in responses] == [
         ("repetition", 5),
         ("length", 12),
@@ -280,7 +281,9 @@ def test_logits_that_are_not_finite_are_named_by_response_and_step() -> None:
     script = Scripted([[0.5, 0.5], [0.5, math.nan]])
     with pytest.raises(FloatingPointError, match="at new token 1 of responses \\[1\\], to prompts \\[1\\]"):
         sample(
-            script, [[2], [2]], SamplingParams(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True)
+            script,
+            script.prompts,
+            SamplingParams(end_tokens=(0,), pad_token=0, max_new_tokens=2, greedy=True),
         )
     assert sample(script, [], SAMPLING) == []
 
@@ -289,11 +292,13 @@ def test_logits_that_are_not_finite_are_named_by_response_and_step() -> None:
 def test_responses_that_have_ended_are_neither_named_nor_in_the_way(greedy: bool) -> None:
     until_two = SamplingParams(end_tokens=(2,), pad_token=0, max_new_tokens=2, greedy=greedy)
     ended_then_broken, sound = [1.0, math.nan], [0.0, 0.0]
-    responses = sample(Scripted([ended_then_broken, sound, sound]), [[1], [1], [1]], until_two)
+    scripted = Scripted([ended_then_broken, sound, sound])
+    responses = sample(scripted, scripted.prompts, until_two)
     assert [len(response.tokens) for response in responses] == [1, 2, 2]
     ended, broken = [1.0, 1.0], [0.0, math.nan]
+    scripted = Scripted([ended, ended, ended, broken])
     with pytest.raises(FloatingPointError, match="responses \\[3\\], to prompts \\[3\\]"):
-        sample(Scripted([ended, ended, ended, broken]), [[1]] * 4, until_two)
+        sample(scripted, scripted.prompts, until_two)
 
 
 def test_a_rollout_computes_logits_of_the_last_position_only(model: MiniMaxM1ForCausalLM) -> None:

@@ -85,7 +85,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, place: str, count: int) -> None:
         "before the checkpoint gets its name": (Path, "rename"),
         "while the optimiser is written": (torch, "save"),
         "while an old checkpoint is removed": (shutil, "rmtree"),
-        "while sampling": (torch, "multinomial"),
+        "while sampling": (torch, "searchsorted"),
     }[place]
     original, tick = getattr(owner, name), kill_at(count)
 
@@ -103,7 +103,7 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, place: str, count: int) -> None:
         ("before the checkpoint gets its name", 2),
         ("while the optimiser is written", 3),
         ("while an old checkpoint is removed", 4),
-        ("while sampling", 15),
+        ("while sampling", 31),
     ],
 )
 def test_a_run_that_dies_anywhere_goes_on_to_the_same_numbers(
@@ -361,7 +361,7 @@ def test_later_settings_come_into_force_at_their_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change = Later(batch=2, learning_rate=1e-3, max_grad_norm=1e-4, objective=CISPO(ratio_max=1.0))
-    run = trainer(tmp_path, batches=3, later=(change,))
+    run = trainer(tmp_path, batches=3, later=(change,), seed=1)
     losses, steps = set(), []
 
     def watched_loss(*given: object, **options: object) -> object:
