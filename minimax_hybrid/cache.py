@@ -30,6 +30,8 @@ class HybridCache(Cache):
     `token_mask` is (B, length) bool, false at the padding seen so far; None if there was none.
     """
 
+    layers: list[Any]
+
     def __init__(self, config: MiniMaxM1Config, *, max_rollback: int = MAX_ROLLBACK):
         if max_rollback < 1:
             raise ValueError(f"max_rollback is {max_rollback}; it must be at least 1")
@@ -215,6 +217,9 @@ class LightningCacheLayer(CacheLayerMixin):
 class SoftmaxCacheLayer(DynamicLayer):
     """Keys and values (B, Hkv, T, D), in room that grows by a quarter, so few tokens copy them all."""
 
+    keys: Tensor
+    values: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self._room: tuple[Tensor, Tensor] | None = None
@@ -238,7 +243,7 @@ class SoftmaxCacheLayer(DynamicLayer):
         return self.keys.shape[0] if self.is_initialized else -1
 
     def reset(self) -> None:
-        self.keys = self.values = self._room = None
+        self.keys = self.values = self._room = None  # type: ignore[assignment]
         self.is_initialized = False
 
     def _room_for(self, length: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -247,12 +252,12 @@ class SoftmaxCacheLayer(DynamicLayer):
             return self._room
         cached = self.get_seq_length()
         width = length + BLOCK + (length // 4 if cached else 0)
-        room = tuple(x.new_empty(*x.shape[:2], width, x.shape[3]) for x in (k, v))
+        k_room, v_room = (x.new_empty(*x.shape[:2], width, x.shape[3]) for x in (k, v))
         if cached:
-            room[0][:, :, :cached] = self.keys
-            room[1][:, :, :cached] = self.values
-        self._room = room
-        return room
+            k_room[:, :, :cached] = self.keys
+            v_room[:, :, :cached] = self.values
+        self._room = k_room, v_room
+        return self._room
 
     def _fits(self, room: Tensor, length: int, dtype: torch.dtype) -> bool:
         """Whether `keys` still lies in our room (selecting sequences makes a copy) and `length` fits."""

@@ -5,7 +5,7 @@ part after the first. Most others print a string and show a list as Python write
 to one form, one text each, and given to the template in the form it was seen to read.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -38,7 +38,7 @@ def chat_text(
     as_parts = _reads_parts(tokenizer)
     written = [message.parts() if as_parts else message.string() for message in read]
     try:
-        return tokenizer.apply_chat_template(
+        return _applied_template(tokenizer)(
             written, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
         )
     except TemplateError as error:
@@ -112,12 +112,17 @@ def _text_of(part: Any, where: str) -> tuple[str, str | None]:
     return part["text"], part.get("name")
 
 
+def _applied_template(tokenizer: PreTrainedTokenizerBase) -> Callable[..., Any]:
+    # its annotations know neither contents in parts nor that text comes back without `tokenize`
+    return tokenizer.apply_chat_template
+
+
 def _reads_parts(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Whether the template reads lists of parts rather than strings, found by trying one message."""
     probe = "probe"
     for as_parts, content in ((False, probe), (True, [{"type": "text", "text": probe}])):
         try:
-            text = tokenizer.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
+            text = _applied_template(tokenizer)([{"role": "user", "content": content}], tokenize=False)
         except (TemplateError, TypeError):
             continue
         if probe in text and "'type'" not in text:

@@ -10,6 +10,7 @@ so that no mask of T x (P + T) exists. It is transformers' attention interface u
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,7 +72,7 @@ def piecewise_attention(
     attention_mask: Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    **kwargs,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention of q (B, H, T, D) to k, v (B, Hkv, P + T, D) as (B, T, H, D); by SDPA if masked."""
     T, P = query.shape[2], key.shape[2] - query.shape[2]
@@ -100,14 +101,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float | Non
 
 
 def piecewise_mask(
-    *args, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs
+    *, attention_mask: Tensor | None = None, allow_is_causal_skip: bool = True, **kwargs: Any
 ) -> Tensor | None:
     """No mask where nothing is padded or packed; else SDPA's."""
     if attention_mask is None and allow_is_causal_skip:
         return None
-    return sdpa_mask(
-        *args, attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs
-    )
+    return sdpa_mask(attention_mask=attention_mask, allow_is_causal_skip=allow_is_causal_skip, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, piecewise_attention)

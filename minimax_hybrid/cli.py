@@ -5,6 +5,7 @@ that cannot be used, 130 after Ctrl-C. Results go to standard output, all else t
 """
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -221,7 +222,8 @@ def _generate(args: argparse.Namespace) -> int:
     if args.seed is not None:
         torch.manual_seed(args.seed)
     streams = len(prompts) == 1 and not args.json
-    sys.stdout.reconfigure(errors="replace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     result = generate_text(model, tokenizer, prompts, settings, show=_show if streams else None)
     _print_texts([*given, *chats], result, args)
     print(result.summary(), file=sys.stderr)

@@ -6,6 +6,7 @@ both and return an output that answers to both.
 
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask
@@ -25,8 +26,8 @@ class HybridModelOutput(MoeModelOutputWithPast):
 
     if CACHE_NAME != "cache":
 
-        @property
-        def cache(self):
+        @property  # type: ignore[misc]
+        def cache(self) -> Any:  # type: ignore[override]
             return self.past_key_values
 
 
@@ -43,6 +44,6 @@ class HybridCausalLMOutput(MoeCausalLMOutputWithPast):
 
     if CACHE_NAME != "cache":
 
-        @property
-        def cache(self):
+        @property  # type: ignore[misc]
+        def cache(self) -> Any:  # type: ignore[override]
             return self.past_key_values

@@ -54,6 +54,9 @@ _COUNTS = (
 )
 
 
+_LATER: Any = None  # the default of a field that `__post_init__` fills in where the caller did not
+
+
 class MiniMaxM1Config(PreTrainedConfig):
     """Sizes and constants of the model; field names are the release's.
 
@@ -81,9 +84,9 @@ class MiniMaxM1Config(PreTrainedConfig):
     intermediate_size: int = 14336
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    attn_type_list: list[int] | None = None
+    num_key_value_heads: int = _LATER
+    head_dim: int = _LATER
+    attn_type_list: list[int] = _LATER
     hidden_act: str = "silu"
     max_position_embeddings: int = 131072
     initializer_range: float = 0.02
@@ -93,24 +96,24 @@ class MiniMaxM1Config(PreTrainedConfig):
     bos_token_id: int | None = None
     eos_token_id: int | list[int] | None = None
     tie_word_embeddings: bool = False
-    rope_theta: float | None = None
-    rotary_dim: int | None = None
+    rope_theta: float = _LATER
+    rotary_dim: int = _LATER
     attention_dropout: float = 0.0
     sliding_window: int | None = None
     num_experts_per_tok: int = 2
-    num_local_experts: int | None = None
+    num_local_experts: int = _LATER
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
     router_jitter_noise: float = 0.0
     shared_intermediate_size: int = 0
     shared_moe_mode: str = "sigmoid"
-    postnorm: bool | None = None
-    layernorm_full_attention_alpha: float | None = None
-    layernorm_full_attention_beta: float | None = None
-    layernorm_linear_attention_alpha: float | None = None
-    layernorm_linear_attention_beta: float | None = None
-    layernorm_mlp_alpha: float | None = None
-    layernorm_mlp_beta: float | None = None
+    postnorm: bool = _LATER
+    layernorm_full_attention_alpha: float = _LATER
+    layernorm_full_attention_beta: float = _LATER
+    layernorm_linear_attention_alpha: float = _LATER
+    layernorm_linear_attention_beta: float = _LATER
+    layernorm_mlp_alpha: float = _LATER
+    layernorm_mlp_beta: float = _LATER
     head_dtype: str = "float32"
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -186,9 +189,9 @@ class MiniMaxM1Config(PreTrainedConfig):
         """Takes effect for models that are built from now on; what the dictionary leaves out stays."""
         changed = copy.copy(self)
         if isinstance(parameters, dict) and parameters.get("rope_theta") is not None:
-            changed.rope_theta = None
+            changed.rope_theta = _LATER
         if isinstance(parameters, dict) and parameters.get("partial_rotary_factor") is not None:
-            changed.rotary_dim = None
+            changed.rotary_dim = _LATER
         changed._read_rotary({"rope_parameters": parameters})
         changed._check()
         self.rope_theta, self.rotary_dim = changed.rope_theta, changed.rotary_dim
@@ -218,7 +221,7 @@ class MiniMaxM1Config(PreTrainedConfig):
         config = cls._own_type(dict(config_dict))
         for name in [name for name in kwargs if name in cls.__dataclass_fields__ or name in _TWO_NAMES]:
             if name not in ("dtype", "torch_dtype"):
-                config.pop(_TWO_NAMES.get(name), None)
+                config.pop(_TWO_NAMES.get(name, name), None)
                 config[name] = kwargs.pop(name)
         return super().from_dict(config, **kwargs)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -23,6 +24,7 @@ from transformers import (
 
 from .cache import HybridCache
 from .compat import CACHE_NAME
+from .config import MiniMaxM1Config
 
 
 class RepetitionStop(StoppingCriteria):
@@ -54,7 +56,7 @@ class RepetitionStop(StoppingCriteria):
 
     def count(self, probability: Tensor) -> Tensor:
         """Enter the probability (B,) of the token just chosen; returns which sequences (B,) are to stop."""
-        if self._length is None:
+        if self._length is None or self.stopped is None or self.stopped_after is None:
             self._length = torch.zeros_like(probability, dtype=torch.int64)
             self.stopped = torch.zeros_like(probability, dtype=torch.bool)
             self.stopped_after = torch.zeros_like(self._length)
@@ -66,6 +68,8 @@ class RepetitionStop(StoppingCriteria):
         return self.stopped
 
     def __call__(self, input_ids: Tensor, scores: Tensor | None, **kwargs: Any) -> Tensor:
+        if self._probabilities is None:
+            raise ValueError("a RepetitionStop sees no logits; pass it as generate(repetition_stop=...)")
         return self.count(self._probabilities.gather(-1, input_ids[:, -1:]).squeeze(-1))
 
 
@@ -78,16 +82,23 @@ class _LogitsWatcher(LogitsProcessor):
         return scores
 
 
-class HybridGenerationMixin:
-    """`generate` for a model with a `HybridCache`; comes before transformers' own mixin."""
+class HybridGenerationMixin(GenerationMixin):
+    """`generate` for a model with a `HybridCache`."""
+
+    config: MiniMaxM1Config
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return True  # transformers says no to every class with "minimax" in its name
 
     def _prepare_cache_for_generation(
-        self, generation_config, model_kwargs: dict, generation_mode, batch_size: int, *args: Any
-    ) -> None:
+        self,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        *args: Any,
+    ) -> Any:
         given = generation_config.cache_implementation
         if given not in (None, "dynamic", "hybrid"):
             raise ValueError(
@@ -105,13 +116,13 @@ class HybridGenerationMixin:
             if generation_config.is_assistant:
                 model_kwargs[CACHE_NAME].activate_past_recording()
         generation_config.cache_implementation = None
-        return super()._prepare_cache_for_generation(
+        return super()._prepare_cache_for_generation(  # type: ignore[misc]
             generation_config, model_kwargs, generation_mode, batch_size, *args
         )
 
     def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
         """A repetition stop watches the model's own distribution, so it comes before every processor."""
-        processors = super()._get_logits_processor(*args, **kwargs)
+        processors = super()._get_logits_processor(*args, **kwargs)  # type: ignore[misc]
         return LogitsProcessorList(sorted(processors, key=lambda one: not isinstance(one, _LogitsWatcher)))
 
     def generate(
@@ -152,7 +163,7 @@ class HybridGenerationMixin:
             watcher = _LogitsWatcher(repetition_stop)
             logits_processor = LogitsProcessorList([watcher, *(logits_processor or [])])
             stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), repetition_stop])
-        return super().generate(  # type: ignore[misc]
+        return super().generate(
             inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn,
             synced_gpus, assistant_model, *args, **kwargs,
         )  # fmt: skip

@@ -78,11 +78,8 @@ class LightningAttention(nn.Module):
 
     def current_state(self, cache: HybridCache) -> Tensor | None:
         """The state (B, H, D, D) after the last cached position, None before the first."""
-        layer = cache.layers[self.layer_idx]
-        if not layer.is_initialized:
-            return None
-        memory = layer.stored
-        return current_state(memory, self.log_decay(memory.state.device))
+        memory = cache.layers[self.layer_idx].stored
+        return None if memory is None else current_state(memory, self.log_decay(memory.state.device))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, sequences: SequenceMetadata) -> Tensor:
         log_decay = self.log_decay(q.device)
@@ -90,10 +87,10 @@ class LightningAttention(nn.Module):
             return padded_lightning_attention(
                 q, k, v, log_decay, token_mask=sequences.token_mask, backend=self.backend
             )[0]
-        packed = (x.reshape(1, -1, *x.shape[2:]) for x in (q, k, v))
         out, _ = lightning_attention(
-            *packed, log_decay, cu_seqlens=sequences.cu_seqlens, backend=self.backend
-        )
+            q.flatten(0, 1)[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], log_decay,
+            cu_seqlens=sequences.cu_seqlens, backend=self.backend,
+        )  # fmt: skip
         return out.view(v.shape)
 
     def _attend_with_cache(

@@ -111,7 +111,7 @@ class MiniMaxM1Model(HybridPreTrainedModel):
                 ("router_logits", output_router_logits),
             )
         )
-        inputs, outputs = [], []
+        inputs, attentions, router_logits, routed = [], [], [], []
         if cache is not None:
             cache.begin(B)
         for layer, expert_ids in zip(self.layers, replayed, strict=True):
@@ -119,17 +119,23 @@ class MiniMaxM1Model(HybridPreTrainedModel):
                 inputs.append(x)
             out = LayerOutput(*layer(x, sequences, topk_expert_ids=expert_ids, cache=cache, **shared))
             x = out.hidden
-            outputs.append(out._replace(hidden=None))
+            attentions.append(out.attentions)
+            router_logits.append(out.router_logits)
+            routed.append(out.topk_expert_ids)
         x = self.norm(x)
         if cache is not None:
             cache.end(sequences.cached_token_mask())
-        routed = [out.topk_expert_ids.to(x.device) for out in outputs] if output_routed_experts else None
+        routed_experts = None
+        if output_routed_experts:
+            stacked = torch.stack([ids.to(x.device) for ids in routed], dim=1)
+            routed_experts = stacked.view(B, T, len(routed), -1)
         return HybridModelOutput(
             last_hidden_state=x,
             hidden_states=(*inputs, x) if wants_states else None,
-            attentions=tuple(out.attentions for out in outputs) if wants_attentions else None,
-            router_logits=tuple(out.router_logits for out in outputs) if wants_router else None,
-            routed_experts=None if routed is None else torch.stack(routed, dim=1).view(B, T, len(routed), -1),
+            # transformers annotates a tuple of one tensor, and forgets that a layer may have none
+            attentions=tuple(attentions) if wants_attentions else None,  # type: ignore[arg-type]
+            router_logits=tuple(router_logits) if wants_router else None,  # type: ignore[arg-type]
+            routed_experts=routed_experts,
             **{CACHE_NAME: cache},
         )
 
@@ -152,22 +158,22 @@ class MiniMaxM1Model(HybridPreTrainedModel):
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
         given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("give exactly one of input_ids and inputs_embeds")
         if 0 in given.shape[:2]:
             raise ValueError(
                 f"the input is empty, (B, T) = {tuple(given.shape[:2])}; give a sequence of a token at least"
             )
         if inputs_embeds is not None:
             return inputs_embeds
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids must be (batch, positions), got {tuple(input_ids.shape)}")
+        if given.ndim != 2:
+            raise ValueError(f"input_ids must be (batch, positions), got {tuple(given.shape)}")
         V = self.embed_tokens.num_embeddings
-        if can_check_values(input_ids) and not 0 <= input_ids.min() <= input_ids.max() < V:
-            wrong = input_ids[(input_ids < 0) | (input_ids >= V)][0]
+        if can_check_values(given) and not 0 <= given.min() <= given.max() < V:
+            wrong = given[(given < 0) | (given >= V)][0]
             raise ValueError(f"token id {int(wrong)} is not in the vocabulary of {V}; check the tokenizer")
-        return self.embed_tokens(input_ids)
+        return self.embed_tokens(given)
 
     def _cache_for(self, cache: HybridCache | None, use_cache: bool | None) -> HybridCache | None:
         """The given cache, a new one if one is wanted, or None."""

@@ -19,6 +19,7 @@ from .parallel.plans import check_counts
 class HybridPreTrainedModel(PreTrainedModel):
     """What transformers needs to know about the model."""
 
+    config: MiniMaxM1Config
     config_class = MiniMaxM1Config
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -86,6 +87,7 @@ class HybridPreTrainedModel(PreTrainedModel):
         """
         plan = plan_load(cls, pretrained_model_name_or_path, kwargs, strict=strict)
         options = plan.options | {"output_loading_info": True}
-        model, info = super().from_pretrained(plan.path, *model_args, **options)
+        loaded: Any = super().from_pretrained(plan.path, *model_args, **options)
+        model, info = loaded
         complete_load(model, info, plan)
         return (model, info) if output_loading_info else model

@@ -157,11 +157,10 @@ def _full_mask(
                 f"attention_mask holds {other[0].item()}; it is 1 at tokens and 0 at padding, and not added "
                 "to scores"
             )
-    full_mask = attention_mask.bool()
+    mask = attention_mask.bool()
     if tracing():
-        return full_mask
-    if bool(full_mask.all()):
-        full_mask = None
+        return mask
+    full_mask = None if bool(mask.all()) else mask
     if past and not _equal(past_mask, None if full_mask is None else full_mask[:, :past]):
         raise ValueError(
             "attention_mask hides other cached positions than the mask they were computed with; pass the "

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -165,7 +165,7 @@ def generate_text(
         for tokens, reason in zip(new.tolist(), reasons, strict=True)
     ]
     return GeneratedTexts(
-        texts=[tokenizer.decode(tokens, skip_special_tokens=True) for tokens in kept],
+        texts=[_decode(tokenizer, tokens) for tokens in kept],
         reasons=reasons,
         new_tokens=[len(tokens) for tokens in kept],
         prompt_tokens=int(mask.sum()),
@@ -194,21 +194,26 @@ class TokenStream(BaseStreamer):
         self.last = now
         if self.show is not None:
             self.ids += value.flatten().tolist()
-            self._show(whole=False)
+            self._show(self.show, whole=False)
 
     def end(self) -> None:
         if self.show is not None:
-            self._show(whole=True)
+            self._show(self.show, whole=True)
 
-    def _show(self, *, whole: bool) -> None:
+    def _show(self, show: Callable[[str], Any], *, whole: bool) -> None:
         before, after = (
-            self.tokenizer.decode(ids, skip_special_tokens=True)
+            _decode(self.tokenizer, ids)
             for ids in (self.ids[self.begin : self.shown], self.ids[self.begin :])
         )
         # a character may need several tokens; until they are there it decodes to U+FFFD
         if len(after) > len(before) and (whole or not after.endswith("\ufffd")):
-            self.show(after[len(before) :])
+            show(after[len(before) :])
             self.begin, self.shown = self.shown, len(self.ids)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> str:
+    # a list of texts comes back only for a list of lists
+    return cast(str, tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _checked_device(device: str) -> torch.device:

@@ -191,7 +191,7 @@ def _write_shards(source: Path, folder: Path, outputs: list[_Output], max_shard_
     if len(shards) == 1:
         _write_shard(source, folder / SINGLE, shards[0])
         return
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for i, shard in enumerate(shards, start=1):
         file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         _write_shard(source, folder / file, shard)

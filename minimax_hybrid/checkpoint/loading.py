@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
@@ -84,7 +84,7 @@ class LoadPlan:
 
 
 def plan_load(
-    cls: type, path: str | os.PathLike | None, options: Mapping[str, Any], *, strict: bool
+    cls: type[PreTrainedModel], path: str | os.PathLike | None, options: Mapping[str, Any], *, strict: bool
 ) -> LoadPlan:
     """Compare names and shapes before a weight is read; see `HybridPreTrainedModel.from_pretrained`.
 
@@ -137,7 +137,7 @@ def complete_load(model: nn.Module, info: dict[str, Any], plan: LoadPlan) -> Non
     info["mismatched_keys"] = set(difference.mismatched)
 
 
-def model_on_meta(cls: type, config: Any) -> nn.Module:
+def model_on_meta(cls: type[PreTrainedModel], config: Any) -> PreTrainedModel:
     """The model without memory for its weights: names and shapes only."""
     with torch.device("meta"):
         return cls(copy.deepcopy(config))
@@ -161,7 +161,7 @@ def published_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def compare(tensors: dict[str, TensorInfo], model: nn.Module) -> Mismatch:
+def compare(tensors: dict[str, TensorInfo], model: PreTrainedModel) -> Mismatch:
     """What of a checkpoint does not fit a model.
 
     Both layouts of experts are legal, and so are a whole model's checkpoint for the stack without its head,
@@ -193,7 +193,9 @@ def compare(tensors: dict[str, TensorInfo], model: nn.Module) -> Mismatch:
     return difference
 
 
-def _published(tensors: dict[str, TensorInfo], model: nn.Module, difference: Mismatch) -> dict[str, str]:
+def _published(
+    tensors: dict[str, TensorInfo], model: PreTrainedModel, difference: Mismatch
+) -> dict[str, str]:
     """The tensors on disk by the names that `model` would publish them under."""
     found: dict[str, str] = {}
     for disk in tensors:
@@ -245,7 +247,9 @@ def _fill_incomplete_stacks(
     for name, parts in difference.incomplete_stacks.items():
         stack = model.get_parameter(name)
         for part, disk in parts.items():
-            _, e, which = stacked_place(part)
+            place = stacked_place(part)
+            assert place is not None
+            _, e, which = place
             half = stack.shape[1] // 2
             part_of_stack = {"w1": slice(0, half), "w3": slice(half, None), "w2": slice(None)}[which]
             with safe_open(folder / tensors[disk].file, "pt") as file:
@@ -261,25 +265,30 @@ def _widen_routers(model: nn.Module, difference: Mismatch) -> None:
             router.data = router.data.to(torch.promote_types(router.dtype, torch.float32))
 
 
-def _check_config(cls: type, config: Any) -> None:
+def _check_config(cls: type[PreTrainedModel], config: Any) -> None:
     if isinstance(config, PreTrainedConfig) and not isinstance(config, MiniMaxM1Config):
-        kind = type(config).__name__
+        kind, ours = type(config).__name__, _config_class(cls).__name__
         raise ValueError(
-            f"the config is a {kind} and {cls.__name__} takes a {cls.config_class.__name__}; "
-            f"{cls.config_class.__name__}.from_dict(config.to_dict()) reads either spelling"
+            f"the config is a {kind} and {cls.__name__} takes a {ours}; "
+            f"{ours}.from_dict(config.to_dict()) reads either spelling"
         )
 
 
-def _config_for(cls: type, folder: Path, options: Mapping[str, Any]) -> MiniMaxM1Config:
+def _config_for(cls: type[PreTrainedModel], folder: Path, options: Mapping[str, Any]) -> MiniMaxM1Config:
     """The config that `from_pretrained` will build the model from, so that the same thing is compared."""
     config = options.get("config")
-    if isinstance(config, PreTrainedConfig):
+    if isinstance(config, MiniMaxM1Config):
         return config
     changes = {name: value for name, value in options.items() if name not in ("config", "subfolder", "dtype")}
     source = folder if config is None else config
     if config is None and not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; it belongs beside the weights")
-    return cls.config_class.from_pretrained(source, return_unused_kwargs=True, **changes)[0]
+    read: Any = _config_class(cls).from_pretrained(source, return_unused_kwargs=True, **changes)
+    return read[0]
+
+
+def _config_class(cls: type[PreTrainedModel]) -> type[MiniMaxM1Config]:
+    return cls.config_class  # type: ignore[return-value]
 
 
 def _with_dtype(

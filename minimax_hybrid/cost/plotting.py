@@ -9,7 +9,7 @@ from ..formatting import tokens
 
 INK = "#767d86"  # contrast 4.2 on white, 4.5 on GitHub's dark ground
 COLORS = {"hybrid": "#3b82c4", "softmax": "#d9822b", "lightning": "#2f9e6e", "other": "#a06cd5"}
-_STYLE = {
+_STYLE: Any = {
     "figure.facecolor": "none", "axes.facecolor": "none", "savefig.facecolor": "none",
     "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": INK, "xtick.color": INK, "ytick.color": INK,
     "axes.titlecolor": INK, "legend.labelcolor": INK,

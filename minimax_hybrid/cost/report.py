@@ -158,8 +158,8 @@ def _length_text(report: dict[str, Any], entries: list[dict[str, Any]]) -> str:
         return table(head, lines)
     names = list(entries[0]["against"]["generation_flops"])
     figure = "figure1" in entries[0]["against"]
-    head = ["generated", "FLOPs", *(f"of {name}" for name in names)]
-    head += ["as Figure 1 draws it"] if figure else []
+    drawn_too = ("as Figure 1 draws it",) if figure else ()
+    columns = ("generated", "FLOPs", *(f"of {name}" for name in names), *drawn_too)
     lines = []
     for at in entries:
         ours, theirs = at["generation_flops"], at["against"]["generation_flops"]
@@ -168,7 +168,7 @@ def _length_text(report: dict[str, Any], entries: list[dict[str, Any]]) -> str:
             drawn = at["against"]["figure1"]
             cells.append(f"{drawn['ours'] / drawn['theirs']:.1%}")
         lines.append(cells)
-    return table(head, lines)
+    return table(columns, lines)
 
 
 def _bound_text(report: dict[str, Any], lengths: set[int]) -> str:

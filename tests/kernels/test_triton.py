@@ -110,9 +110,11 @@ def test_every_tile_gives_the_same_rows(device: str, tile: Tile, dtype: torch.dt
     chunked = lightning_attention(
         *(x.float() for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, initial_state=inputs.state
     )
-    found = sweep(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(1, T, None, 0),
-        state=inputs.state, want_last=True, tile=tile,
+    pieces = cut(1, T, None, 0)
+    found = torch.empty_like(inputs.v), pieces.new_states(inputs.k, inputs.v)
+    sweep(
+        inputs.q, inputs.k, inputs.v, inputs.log_decay, pieces,
+        state=inputs.state, out=found[0], last=found[1], tile=tile,
     )  # fmt: skip
     allowed = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for value, expected in zip(found, chunked, strict=True):
@@ -124,8 +126,10 @@ def test_a_full_tile_is_as_exact_as_float32_when_its_operands_are(device: str) -
     if device == "cuda":
         pytest.skip("float32 is not offered with this tile")
     inputs = lightning_inputs(B=2, T=200, H=2, Dk=32, Dv=32, device=device)
-    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, cut(2, 200, None, 0)
-    found = sweep(*args, state=inputs.state, want_last=True, tile=HALF[128])
+    pieces = cut(2, 200, None, 0)
+    found = torch.empty_like(inputs.v), pieces.new_states(inputs.k, inputs.v)
+    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, pieces
+    sweep(*args, state=inputs.state, out=found[0], last=found[1], tile=HALF[128])
     expected = exact_results(inputs)
     for value, name in zip(found, ("out", "last"), strict=True):
         assert (value - expected[name]).norm() <= 1e-6 * expected[name].norm()

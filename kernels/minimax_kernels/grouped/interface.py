@@ -17,7 +17,7 @@ K = 512, N = 2048; `plain` is a loop of F.linear:
 Forward and backward, R = 2048, one thread, ms of CPU time: loop 72, grouped_mm 139; in bfloat16 31 and 34.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,8 +68,8 @@ def grouped_linear(
         _read(tokens_per_expert, x.shape[0])
     if name == "grouped_mm":
         _check_grouped_mm(x, weight)
-        counts = tokens_per_expert.to(x.device)
-        return _GroupedMM.apply(x, weight, counts) if differentiate else _grouped_mm(x, weight, counts)
+        sizes = tokens_per_expert.to(x.device)
+        return _GroupedMM.apply(x, weight, sizes) if differentiate else _grouped_mm(x, weight, sizes)
     if name == "reference":
         return grouped_linear_reference(x, weight, tokens_per_expert)
     raise ValueError(f"backend {backend!r} is unknown; choose 'auto' or one of {list(NAMES)}")
@@ -107,7 +107,7 @@ def _loop_dweight(x: Tensor, dout: Tensor, counts: list[int]) -> Tensor:
 
 class _Loop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.counts = counts
         with without_autocast(x):
@@ -115,7 +115,7 @@ class _Loop(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         need_dx, need_dweight, _ = ctx.needs_input_grad
         dout = dout.contiguous()
@@ -143,14 +143,14 @@ def _grouped_mm_dweight(x: Tensor, dout: Tensor, counts: Tensor) -> Tensor:
 
 class _GroupedMM(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, counts)
         with without_autocast(x):
             return _grouped_mm(x, weight, counts)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, counts = ctx.saved_tensors
         need_dx, need_dweight, _ = ctx.needs_input_grad
         dout = dout.contiguous()

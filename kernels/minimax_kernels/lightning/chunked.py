@@ -48,9 +48,11 @@ def chunked(
     step = max(WORKING_SET // max(B * H * Dk, 1) // BLOCK, 1) * BLOCK
     outs: list[Tensor] = []
     # split, not slices: the gradient of a slice is as large as the whole
-    for part in zip(*(x.split(step, dim=1) for x in (q, k, v)), strict=True) if T else ():
+    parts = zip(q.split(step, dim=1), k.split(step, dim=1), v.split(step, dim=1), strict=True)
+    for q_part, k_part, v_part in parts if T else ():
         left = None if lengths is None else lengths - len(outs) * step
-        out, state = _run(_Blocks.dense(B, part[0].shape[1], v.device, left), *part, log_decay, state)
+        blocks = _Blocks.dense(B, q_part.shape[1], v.device, left)
+        out, state = _run(blocks, q_part, k_part, v_part, log_decay, state)
         outs.append(out)
     return (torch.cat(outs, dim=1), state) if outs else (torch.zeros_like(v), state.clone())
 

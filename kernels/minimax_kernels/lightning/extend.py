@@ -161,8 +161,8 @@ def extend_packed(
     start = (~tail).sum(1) + torch.arange(B, device=q.device) * T  # (B,)
     bounds = torch.cat([cu_seqlens.long(), start]).unique()
     out, states = lightning_attention(
-        *(x.reshape(1, B * T, *x.shape[2:]) for x in (q, k, v)),
-        log_decay, cu_seqlens=bounds.to(cu_seqlens.dtype), backend=backend,
+        q.flatten(0, 1)[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], log_decay,
+        cu_seqlens=bounds.to(cu_seqlens.dtype), backend=backend,
     )  # fmt: skip
     out = out.view(v.shape)
     before = states[(torch.searchsorted(bounds, start) - 1).clamp(min=0)]

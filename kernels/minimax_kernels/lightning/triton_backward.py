@@ -35,11 +35,13 @@ def backward(
     pieces = cut(B, T, cu_seqlens, segment)
     ends, dstate = dlast, None
     if starts is not None:
-        _, gain = sweep(None, q, dout, log_decay, pieces, want_last=True, reverse=True)
+        gain = pieces.new_states(q, dout)
+        sweep(None, q, dout, log_decay, pieces, last=gain, reverse=True)
         ends, dstate = scan(gain, log_decay, pieces, T, S, state=dlast, reverse=True)
         state = starts
-    dq, _ = sweep(dout, v, k, log_decay, pieces, state=state, transposed=True)
-    want_dstate = state is not None and starts is None
-    dv, first = sweep(k, q, dout, log_decay, pieces, state=ends, want_last=want_dstate, reverse=True)
-    dk, _ = sweep(v, dout, q, log_decay, pieces, state=ends, reverse=True, transposed=True)
-    return dq, dk, dv, first if want_dstate else dstate
+    first = pieces.new_states(q, dout) if state is not None and starts is None else None
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    sweep(dout, v, k, log_decay, pieces, state=state, out=dq, transposed=True)
+    sweep(k, q, dout, log_decay, pieces, state=ends, out=dv, last=first, reverse=True)
+    sweep(v, dout, q, log_decay, pieces, state=ends, out=dk, reverse=True, transposed=True)
+    return dq, dk, dv, dstate if first is None else first

@@ -32,12 +32,15 @@ def forward(
     B, T, H, Dk = q.shape
     S = B if cu_seqlens is None else len(cu_seqlens) - 1
     pieces = cut(B, T, cu_seqlens, segment)
+    out = v.new_empty(v.shape)
     if not segment:
-        out, last = sweep(q, k, v, log_decay, pieces, state=state, want_last=True)
+        last = pieces.new_states(k, v)
+        sweep(q, k, v, log_decay, pieces, state=state, out=out, last=last)
         return out, last, None
-    _, gain = sweep(None, k, v, log_decay, pieces, want_last=True)
+    gain = pieces.new_states(k, v)
+    sweep(None, k, v, log_decay, pieces, last=gain)
     starts, last = scan(gain, log_decay, pieces, T, S, state=state)
-    out, _ = sweep(q, k, v, log_decay, pieces, state=starts)
+    sweep(q, k, v, log_decay, pieces, state=starts, out=out)
     return out, last, starts
 
 
@@ -49,21 +52,23 @@ def sweep(
     pieces: Pieces,
     *,
     state: Tensor | None = None,
-    want_last: bool = False,
+    out: Tensor | None = None,
+    last: Tensor | None = None,
     reverse: bool = False,
     transposed: bool = False,
     tile: Tile | None = None,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Rows (B, T, H, Dv), unless q is None, and with `want_last` the state after every piece.
+) -> None:
+    """Write the outputs of q into `out` (B, T, H, Dv), and the state after every piece into `last`.
+
+    q and `out` are given together; what is not given is not computed.
 
     `state` holds a matrix (Dk, Dv) for every piece and head, (Dv, Dk) if `transposed`.
     """
-    q, k, v = (None if x is None else tma_compatible(x) for x in (q, k, v))
-    B, T, H, Dk = k.shape
+    q = None if q is None else tma_compatible(q)
+    k, v = tma_compatible(k), tma_compatible(v)
+    _, T, H, Dk = k.shape
     Dv = v.shape[3]
     tile = tile or tile_for(k.dtype, Dk, Dv)
-    out = None if q is None else torch.empty(B, T, H, Dv, dtype=v.dtype, device=v.device)
-    last = torch.empty(pieces.count, H, Dk, Dv, device=v.device) if want_last else None
     programs = pieces.count * H * triton.cdiv(Dv, tile.BV)
     if programs:
         arguments = dict(
@@ -76,7 +81,6 @@ def sweep(
         launch(sweep_kernel, (programs,), arguments)
     if out is not None and pieces.bounds is not None:
         clear_tail(out, pieces.bounds)
-    return out, last
 
 
 def clear_tail(out: Tensor, bounds: Tensor) -> None:
@@ -99,7 +103,7 @@ def tma_compatible(x: Tensor) -> Tensor:
 
 def _outer(x: Tensor | None) -> tuple[int, int, int]:
     """Strides over batch, time and head."""
-    return (0, 0, 0) if x is None else x.stride()[:3]
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(1), x.stride(2))
 
 
 @triton.jit(do_not_specialize=["T", "H", "length", "per_row"])

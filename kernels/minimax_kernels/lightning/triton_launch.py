@@ -1,5 +1,6 @@
 """The one place where a Triton kernel of this folder is launched."""
 
+from collections.abc import Mapping
 from contextvars import copy_context
 
 import torch
@@ -7,7 +8,7 @@ import triton
 from torch import Tensor
 
 
-def launch(kernel: triton.JITFunction, grid: tuple[int, ...], arguments: dict[str, object]) -> None:
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], arguments: Mapping[str, object]) -> None:
     """Launch on the tensors' device, with memory for descriptors; no global setting of Triton changes."""
     tensor = next(x for x in arguments.values() if isinstance(x, Tensor))
 

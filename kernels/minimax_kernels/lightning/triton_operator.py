@@ -1,8 +1,10 @@
 """The Triton backend as operators of torch.library: torch.compile and autograd see one opaque step."""
 
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 from torch.nn.functional import pad
 
 from .triton_backward import backward
@@ -41,12 +43,12 @@ def _(
     B, T, H, Dk = q.shape
     Dv = v.shape[3]
     S = _sequences(q, cu_seqlens)
-    memory = {"dtype": torch.float32, "device": q.device}
-    starts = torch.empty(0, **memory)
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    starts = empty(0)
     if segment := segment_length(q, v, S):
         count = B * -(-T // segment) if cu_seqlens is None else T // segment + S
-        starts = torch.empty(count, H, Dk, Dv, **memory)
-    return q.new_empty(B, T, H, Dv), torch.empty(S, H, Dk, Dv, **memory), starts
+        starts = empty(count, H, Dk, Dv)
+    return q.new_empty(B, T, H, Dv), empty(S, H, Dk, Dv), starts
 
 
 @torch.library.custom_op("minimax_kernels::lightning_backward", mutates_args=())
@@ -87,16 +89,14 @@ def _(
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dstate
 
 
-def _save(ctx: FunctionCtx, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor, Tensor]) -> None:
     q, k, v, log_decay, state, cu_seqlens = inputs
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, log_decay, state, output[2], cu_seqlens)
     ctx.mark_non_differentiable(output[2])
 
 
-def _differentiate(
-    ctx: FunctionCtx, dout: Tensor | None, dlast: Tensor | None, _: None
-) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, dout: Tensor | None, dlast: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
     q, k, v, log_decay, state, starts, cu_seqlens = ctx.saved_tensors
     if dout is None:
         dout = torch.zeros_like(v)

@@ -31,6 +31,10 @@ class Pieces:
     bounds: Tensor | None = None  # packed: (count + 1,)
     first: Tensor | None = None  # packed segments: (S + 1,) first piece of each sequence
 
+    def new_states(self, k: Tensor, v: Tensor) -> Tensor:
+        """A state (count, H, Dk, Dv) for every piece, of heads as in k and v, not yet written."""
+        return torch.empty(self.count, k.shape[2], k.shape[3], v.shape[3], device=v.device)
+
 
 def segment_length(q: Tensor, v: Tensor, S: int) -> int:
     """Positions of a segment, or 0 for one pass, by shape alone.

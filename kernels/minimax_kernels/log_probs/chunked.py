@@ -12,6 +12,7 @@ loop, so a chunk of the weight, and of its gradient, is turned into float32 once
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +41,7 @@ class TokenLogProbs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks, with_entropy: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunks: Chunks, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         ctx.chunks = chunks
@@ -59,7 +60,7 @@ class TokenLogProbs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(
-        ctx, dlog_probs: Tensor | None, dentropy: Tensor | None
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, targets, normaliser, entropy = ctx.saved_tensors
         need_dhidden, need_dweight = ctx.needs_input_grad[:2]
@@ -83,16 +84,16 @@ class TokenLogProbs(torch.autograd.Function):
                     inside, column = _find(targets[rows] - columns.start, len(part))
                     dz.scatter_add_(1, column[:, None], (dlog_probs[rows] * inside)[:, None])
                     dz.div_(ctx.chunks.temperature)
-                    if need_dhidden:
+                    if dhidden is not None:
                         dhidden[rows] += matmul_nt(dz, part_work.mT)
-                    if need_dweight:
+                    if dweight is not None:
                         more = matmul_nt(dz.mT, hidden[rows].to(work).mT)
                         dpart = more if dpart is None else dpart.add_(more)
                         del more
                     del dz
-                if need_dweight:
+                if dweight is not None:
                     dweight[columns] = 0 if dpart is None else dpart  # no rows: None
-        return dhidden.to(hidden.dtype) if need_dhidden else None, dweight, None, None, None
+        return None if dhidden is None else dhidden.to(hidden.dtype), dweight, None, None, None
 
 
 @dataclass
