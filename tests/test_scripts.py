@@ -85,10 +85,11 @@ def test_a_second_run_installs_nothing_unless_the_project_changed(clone: Path) -
     assert calls()
 
 
-def test_ci_checks_compiles_and_ends_with_the_tests(clone: Path) -> None:
+def test_ci_checks_first_compiles_and_ends_with_the_tests(clone: Path) -> None:
     code, said = run(clone / ".ci/run", "-x")
     asked = [line for line in said.splitlines() if line.startswith("called ")]
-    assert code == 0 and "compile_kernels.py --check" in said
+    assert code == 0 and said.index("ruff check") < said.index("compile_kernels.py --check")
+    assert "mypy" in said
     assert "pytest" in asked[-1] and asked[-1].endswith(" -x")
     for script in ("scripts/test.sh", ".ci/run"):
         assert run(clone / script, STATUS="3")[0] != 0
