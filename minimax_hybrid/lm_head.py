@@ -37,9 +37,10 @@ class LMHead(nn.Linear):
     @classmethod
     def of(cls, linear: nn.Linear | nn.Embedding, *, head_dtype: str) -> "LMHead":
         """A head with the weight (V, M) of a plain layer: the same parameter, not a copy."""
-        if getattr(linear, "bias", None) is not None:
+        bias = getattr(linear, "bias", None)
+        if bias is not None:
             raise ValueError(
-                f"the output head has a bias of {linear.bias.numel()} values; checkpoints of this model have "
+                f"the output head has a bias of {bias.numel()} values; checkpoints of this model have "
                 "no place for one, give a layer with bias=False"
             )
         with torch.device("meta"):

@@ -7,7 +7,7 @@ A backend asked for by name runs or raises; only "auto" chooses.
 
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -107,7 +107,8 @@ class full_float32:
 
     def __init__(self, x: Tensor):
         self._autocast = without_autocast(x)
-        self._backend = torch.backends.cuda.matmul if x.is_cuda else torch.backends.mkldnn.matmul
+        backends: Any = torch.backends  # torch has no annotation for mkldnn's
+        self._backend = backends.cuda.matmul if x.is_cuda else backends.mkldnn.matmul
         self._before = "ieee"
 
     def __enter__(self) -> None:
@@ -117,7 +118,7 @@ class full_float32:
             if self._before != "ieee":
                 self._backend.fp32_precision = "ieee"
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         if self._before != "ieee":
             self._backend.fp32_precision = self._before
         self._autocast.__exit__(*error)
