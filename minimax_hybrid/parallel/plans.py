@@ -54,5 +54,7 @@ def check_counts(config: Any, *, tensor: int, expert: int, pipeline: int) -> Non
                 f"{name} = {count} does not divide by {ranks} ranks, and a rank has whole heads, experts and "
                 f"columns; use {fitting[-1]} ranks or fewer of {fitting}"
             )
+
+
 HEAD_TENSOR_PLAN = {"lm_head": "colwise_gather_output"}
 HEAD_FSDP_PLAN = {"lm_head": "keep_full_weight"}  # layers, embedding and norm are in transformers' default

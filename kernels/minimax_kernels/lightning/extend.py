@@ -66,11 +66,10 @@ def _padded_in_a_trace(
         # the padding of each is one more sequence
         starts = torch.stack([torch.zeros_like(lengths), lengths], dim=1) + batch * T
         bounds = pad(starts.flatten(), (0, 1), value=B * T).to(torch.int32)
-        flat = (x.reshape(1, B * T, H, -1) for x in (q, k, v))
-        states = initial_state.repeat_interleave(2, dim=0)
         out, states = lightning_attention(
-            *flat, log_decay, initial_state=states, cu_seqlens=bounds, backend=backend
-        )
+            q.flatten(0, 1)[None], k.flatten(0, 1)[None], v.flatten(0, 1)[None], log_decay,
+            initial_state=initial_state.repeat_interleave(2, dim=0), cu_seqlens=bounds, backend=backend,
+        )  # fmt: skip
         out, final_state = out.view(v.shape), states[::2]
     return out[batch, order.argsort(dim=1)].where(token_mask[..., None, None], 0), final_state
 
