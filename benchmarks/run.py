@@ -12,6 +12,7 @@ import argparse
 import shlex
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from .cases import CASES, about, load
@@ -78,9 +79,9 @@ def run_case(name: str, options: argparse.Namespace) -> int:
         else:
             measured = measure.timed(name, case, quick=options.quick, only=options.only)
         for row in measured:
-            found.append(row)
+            found.append(replace(row, options=options.words))
             if not options.quick:
-                rows.append(rows.file_of(name, options.out or rows.RESULTS), [row])
+                rows.append(rows.file_of(name, options.out or rows.RESULTS), found[-1:])
     except measure.Stopped as stopped:
         print(stopped, file=sys.stderr)
         return stopped.status

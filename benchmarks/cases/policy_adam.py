@@ -10,25 +10,24 @@ out again, but for eps.
 import argparse
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from torch import Tensor
 
-from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.cost.plotting import INK, picture
-from minimax_hybrid.rl.run_folder import read_log
 from minimax_hybrid.rl.settings import read_settings
-from minimax_hybrid.rl.trainer import Trainer, find_task
+from minimax_hybrid.rl.trainer import Trainer
 
+from ..harness import policy
 from ..harness.measure import each
 from ..harness.pages import markdown
 from ..harness.plot import over_batches
 from ..harness.rows import Row, measured
 from . import policy_addition
-from .policy_addition import SETTINGS, curves
 
 ABOUT = "AdamW as the report sets it against the default, with gradients as they are and 1e-10 times as large"
 TESTS = ("tests/benchmarks/test_policy.py", "-k", "adam")
@@ -38,12 +37,18 @@ EDGES = [10.0**k for k in range(-24, 2)]
 
 
 class Watched(Trainer):
-    """A trainer that scales gradients and counts how large their elements are."""
+    """A trainer with one of ADAMS that scales gradients and counts how large their elements are."""
 
-    histogram: torch.Tensor
+    def __init__(self, adam: str, scale: float, *parts: Any):
+        super().__init__(*parts)
+        (betas, eps), rate = ADAMS[adam], self.settings.learning_rate
+        self.optimizer = torch.optim.AdamW(self.parameters, lr=rate, betas=betas, eps=eps, weight_decay=0.0)
+        for parameter in self.parameters:
+            parameter.register_hook(lambda gradient: gradient * scale)
+        self.histogram = torch.zeros(len(EDGES) + 1, dtype=torch.long)
 
-    def log_update(self, update: int, *rest: object) -> None:
-        super().log_update(update, *rest)
+    def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
+        super().log_update(update, loss, norm, scored)
         flat = torch.cat([p.grad.abs().flatten() for p in self.parameters if p.grad is not None])
         bins = torch.bucketize(flat, torch.tensor(EDGES))
         self.histogram += torch.bincount(bins, minlength=len(EDGES) + 1)
@@ -55,39 +60,24 @@ def options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
-    torch.set_num_threads(1)
     batches = 1 if options.quick else options.batches
-    jobs = list(product([options.model], ADAMS, SCALES, [batches], options.seeds, [options.words]))
+    jobs = list(product([options.model], ADAMS, SCALES, [batches], options.seeds))
     yield from each(train, jobs, processes=options.processes)
 
 
-def train(model: str, name: str, scale: float, batches: int, seed: int, words: str = "") -> list[Row]:
+def train(model: str, name: str, scale: float, batches: int, seed: int) -> list[Row]:
     """Greedy accuracy by batch, and how many elements of all gradients lie in each decade from `EDGES` on."""
-    with TemporaryDirectory() as folder:
-        settings = read_settings(SETTINGS)
-        settings = replace(
-            settings, output=folder, seed=seed, batches=batches, prompts=min(settings.prompts, 32),
-            responses=min(settings.responses, 8), learning_rate=5e-5, dynamic_sampling=None, later=(),
-            save_every=1000, evaluate_every=1, evaluation_problems=200,
-            max_grad_norm=settings.max_grad_norm * scale,
-        )  # fmt: skip
-        policy = MiniMaxM1ForCausalLM.from_pretrained(model, dtype=torch.float32)
-        trainer = Watched(policy, AutoTokenizer.from_pretrained(model), find_task(settings.task), settings)
-        trainer.histogram = torch.zeros(len(EDGES) + 1, dtype=torch.long)
-        betas, eps = ADAMS[name]
-        trainer.optimizer = torch.optim.AdamW(
-            trainer.parameters, lr=settings.learning_rate, betas=betas, eps=eps, weight_decay=0.0
-        )
-        for parameter in trainer.parameters:
-            parameter.register_hook(lambda gradient: gradient * scale)
-        trainer.train()
-        greedy = curves(read_log(Path(folder) / "log.jsonl"))["greedy"]
-    what = dict(case="policy_adam", side=name, task=f"gradients x {scale:g}", seed=seed, options=words)
-    counts = trainer.histogram.tolist()
-    return [
-        measured(list(greedy.values()), at=list(greedy), **what, metric="greedy", unit="share"),
-        measured(counts, at=[0.0, *EDGES], **what, metric="elements from", unit="1"),
-    ]
+    settings = read_settings(policy_addition.SETTINGS)
+    settings = replace(
+        settings, seed=seed, batches=batches, prompts=min(settings.prompts, 32),
+        responses=min(settings.responses, 8), learning_rate=5e-5, dynamic_sampling=None, later=(),
+        evaluate_every=1, evaluation_problems=200, max_grad_norm=settings.max_grad_norm * scale,
+    )  # fmt: skip
+    trainer, log = policy.trained(model, settings, trainer=partial(Watched, name, scale))
+    what = dict(case="policy_adam", side=name, task=f"gradients x {scale:g}", seed=seed)
+    greedy = {"greedy": policy_addition.curves(log)["greedy"]}
+    counts = measured(trainer.histogram.tolist(), at=[0.0, *EDGES], **what, metric="elements from", unit="1")
+    return [*policy.curve_rows(greedy, **what), counts]
 
 
 def _groups(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:

@@ -11,7 +11,6 @@ import argparse
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,8 +51,7 @@ def options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Iterator[Row]:
     torch.set_num_threads(1)
     B, T = (3, 12) if options.quick else (options.responses, options.tokens)
-    for row in measure(options.model, responses=B, tokens=T):
-        yield replace(row, options=options.words)
+    yield from measure(options.model, responses=B, tokens=T)
 
 
 def measure(folder: str, *, responses: int, tokens: int) -> Iterator[Row]:

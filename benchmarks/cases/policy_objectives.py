@@ -18,24 +18,24 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
 
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.cost.plotting import INK, picture
 from minimax_hybrid.rl.objective import CISPO, DAPO, GRPO
 from minimax_hybrid.rl.rollout import SamplingParams, sample
-from minimax_hybrid.rl.run_folder import read_log
 from minimax_hybrid.rl.settings import TrainSettings
 from minimax_hybrid.rl.tasks import Problem, addition
 from minimax_hybrid.rl.tasks import draw as draw_problems
 from minimax_hybrid.rl.trainer import Trainer
-from minimax_hybrid.text import DEMO
+from minimax_hybrid.text import DEMO, load_tokenizer
+from minimax_kernels import IGNORED
 
+from ..harness import policy
 from ..harness.measure import Stopped, each
 from ..harness.pages import markdown
 from ..harness.plot import over_batches
@@ -94,37 +94,41 @@ COMPARISONS = {
 class Watched(Trainer):
     """A trainer that also counts which tokens the trust region drops, and how often each was trained on."""
 
-    counts: dict[str, Counter]
-    waits: list[tuple[int, int]]
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self.seen: Counter[int] = Counter()
+        self.dropped: Counter[int] = Counter()
+        self.waits: list[tuple[int, int]] = []  # of each update: first tokens of WAIT, and those dropped
 
     def log_update(self, update: int, loss: float, norm: float, scored: dict[str, Tensor]) -> None:
         super().log_update(update, loss, norm, scored)
-        objective = self.settings.objective
+        objective, token, A = self.settings.objective, scored["token"], scored["advantage"]
         r = (scored["log_prob"] - scored["old_log_prob"]).exp()
-        A = scored["advantage"]
         dropped = ((A > 0) & (r > objective.trust_max)) | ((A < 0) & (r < objective.trust_min))
-        for name, which in (("dropped_tokens_by_id", dropped), ("tokens_by_id", torch.ones_like(dropped))):
-            counts = Counter(scored["token"][which].tolist())
-            self.counts.setdefault(name, Counter()).update(counts)
-        first = scored["token"] == self.tokenizer.encode(WAIT, add_special_tokens=False)[0]
+        self.seen.update(token.tolist())
+        self.dropped.update(token[dropped].tolist())
+        first = token == ids_of(self.tokenizer, WAIT)[0]
         self.waits.append((int(first.sum()), int((first & dropped).sum())))
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return tokenizer.encode(text, add_special_tokens=False)
 
 
 def options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--start", choices=COMPARISONS, help="only train the start of this task's runs")
     parser.add_argument("--task", choices=COMPARISONS, default="recheck")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--batches", type=int, default=None, help="instead of what the task has")
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time, of one thread each")
+    policy.options(parser)
 
 
 def run(options: argparse.Namespace) -> Iterator[Row]:
-    torch.set_num_threads(1)
     if options.start:
+        torch.set_num_threads(1)
         train_start(options.start)
         raise Stopped(f"the start is in {STARTS / options.start}")
-    batches, words = 1 if options.quick else options.batches, options.words
-    jobs = [(options.task, name, seed, batches, None, words) for seed in options.seeds for name in OBJECTIVES]
+    batches = 1 if options.quick else options.batches
+    jobs = [(options.task, name, seed, batches) for seed in options.seeds for name in OBJECTIVES]
     yield from each(train, jobs, processes=options.processes)
 
 
@@ -136,8 +140,8 @@ def train_start(task: str) -> None:
         subprocess.run(command, check=True)
         return
     torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(DEMO)
-    model, digits = MiniMaxM1ForCausalLM(small_config(tokenizer)), comparison.digits
+    tokenizer, digits = load_tokenizer(DEMO), comparison.digits
+    model = MiniMaxM1ForCausalLM(small_config(tokenizer))
     watched = draw_problems(addition, random.Random(1), difficulty=digits, count=200)
     for step, loss in enumerate(supervised(model, tokenizer, random.Random(0), digits=digits, steps=100_000)):
         if step % 50 == 49:
@@ -145,11 +149,10 @@ def train_start(task: str) -> None:
             print(f"step {step + 1}: loss {loss:.3f}, greedy {accuracy:.3f}", flush=True)
             if accuracy >= comparison.start_at:
                 break
-    for share, steps in ((0.5, 100), (0.02, 100)):  # first how to say it, then how seldom
-        lessons = supervised(
-            model, tokenizer, random.Random(1), digits=digits, steps=steps, rate=1e-3, says_wait=share
-        )
-        print(f"loss {list(lessons)[-1]:.3f}", flush=True)
+    slowly = dict(digits=digits, steps=100, rate=1e-3)
+    for share in (0.5, 0.02):  # first how to say it, then how seldom
+        *_, loss = supervised(model, tokenizer, random.Random(1), **slowly, says_wait=share)
+        print(f"loss {loss:.3f}", flush=True)
     print(f'says "wait" with probability {wait_probability(model, tokenizer, watched):.4f}', flush=True)
     model.save_pretrained(STARTS / task)
     tokenizer.save_pretrained(STARTS / task)
@@ -158,51 +161,34 @@ def train_start(task: str) -> None:
 @torch.no_grad()
 def wait_probability(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem]) -> float:
     """Mean probability that a response begins with the first token of "wait "."""
-    first = tokenizer.encode(WAIT, add_special_tokens=False)[0]
-    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
-    chances = [model(torch.tensor([prompt])).logits[0, -1].softmax(-1)[first] for prompt in prompts[:50]]
-    return float(torch.stack(chances).mean())
+    first = ids_of(tokenizer, WAIT)[0]
+    prompts = [torch.tensor([ids_of(tokenizer, problem.prompt)]) for problem in problems[:50]]
+    return mean(float(model(prompt).logits[0, -1].softmax(-1)[first]) for prompt in prompts)
 
 
 def small_config(tokenizer: Any) -> MiniMaxM1Config:
-    alpha = 4**0.25  # (2 L)^(1/4)
+    deepnorm = {f"layernorm_{part}_alpha": 4**0.25 for part in ("linear_attention", "full_attention", "mlp")}
     return MiniMaxM1Config.tiny(
-        vocab_size=len(tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        attn_type_list=[0, 1],
-        num_key_value_heads=4,
-        initializer_range=0.05,
-        layernorm_linear_attention_alpha=alpha,
-        layernorm_full_attention_alpha=alpha,
-        layernorm_mlp_alpha=alpha,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+        attn_type_list=[0, 1], num_key_value_heads=4, initializer_range=0.05, **deepnorm,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
 
 
 def supervised(
-    model: MiniMaxM1ForCausalLM,
-    tokenizer: Any,
-    rng: random.Random,
-    *,
-    digits: int,
-    steps: int,
-    rate: float = 4e-3,
-    says_wait: float = 0.0,
-) -> Iterator[float]:
+    model: MiniMaxM1ForCausalLM, tokenizer: Any, rng: random.Random, *, digits: int, steps: int,
+    rate: float = 4e-3, says_wait: float = 0.0,
+) -> Iterator[float]:  # fmt: skip
     """Steps on sequences of eight problems (every fourth: of one); yields the loss of each."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), eps=1e-15, weight_decay=0.0)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = rate * min(1, (step + 1) / 20)
-        batch = [
-            _sequence(tokenizer, rng, digits, 1 if step % 4 == 0 else 8, says_wait)
-            for _ in range(12 if digits == 1 else 48)
-        ]
-        T = max(len(tokens) for tokens, _ in batch)
-        tokens = torch.tensor([t + [tokenizer.pad_token_id] * (T - len(t)) for t, _ in batch])
-        labels = torch.tensor([y + [-100] * (T - len(y)) for _, y in batch])
+        problems, sequences = 1 if step % 4 == 0 else 8, 12 if digits == 1 else 48
+        lessons = [_lesson(tokenizer, rng, digits, problems, says_wait) for _ in range(sequences)]
+        tokens, labels = (
+            pad_sequence([lesson[side] for lesson in lessons], batch_first=True, padding_value=fill)
+            for side, fill in enumerate((tokenizer.pad_token_id, IGNORED))
+        )
         out = model(tokens, labels=labels, use_cache=False, output_router_logits=True)
         optimizer.zero_grad()
         out.loss.backward()
@@ -211,85 +197,73 @@ def supervised(
         yield out.loss.item()
 
 
-def _sequence(
+def _lesson(
     tokenizer: Any, rng: random.Random, digits: int, count: int, says_wait: float
-) -> tuple[list[int], list[int]]:
+) -> tuple[Tensor, Tensor]:
+    """Tokens and labels of problems and their answers, of which the answers are to be learnt."""
     tokens, labels = [], []
     for problem in draw_problems(addition, rng, difficulty=digits, count=count):
-        prompt = tokenizer.encode(problem.prompt, add_special_tokens=False)
-        says = WAIT if rng.random() < says_wait else ""
-        answer = tokenizer.encode(says + problem.answer, add_special_tokens=False) + [tokenizer.eos_token_id]
+        prompt, says = ids_of(tokenizer, problem.prompt), WAIT if rng.random() < says_wait else ""
+        answer = ids_of(tokenizer, says + problem.answer) + [tokenizer.eos_token_id]
         tokens += prompt + answer
-        labels += [-100] * len(prompt) + answer
-    return tokens, labels
+        labels += [IGNORED] * len(prompt) + answer
+    return torch.tensor(tokens), torch.tensor(labels)
 
 
 def solved(model: MiniMaxM1ForCausalLM, tokenizer: Any, problems: list[Problem]) -> float:
     sampling = SamplingParams((tokenizer.eos_token_id,), tokenizer.pad_token_id, WINDOW, greedy=True)
-    prompts = [tokenizer.encode(problem.prompt, add_special_tokens=False) for problem in problems]
-    responses = sample(model, prompts, sampling)
+    responses = sample(model, [ids_of(tokenizer, problem.prompt) for problem in problems], sampling)
     texts = [tokenizer.decode(r.tokens.tolist(), skip_special_tokens=True) for r in responses]
-    return sum(p.reward(text) for p, text in zip(problems, texts, strict=True)) / len(problems)
+    return mean(p.reward(text) for p, text in zip(problems, texts, strict=True))
 
 
 def train(
-    task: str, name: str, seed: int, batches: int | None = None, start: Path | None = None, words: str = ""
+    task: str, name: str, seed: int, batches: int | None = None, start: Path | None = None
 ) -> list[Row]:
     """One run: curves over batches, and how often each token was dropped and trained on."""
     comparison, start = COMPARISONS[task], start or STARTS / task
-    batches = batches or comparison.batches
-    model = MiniMaxM1ForCausalLM.from_pretrained(start, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    with TemporaryDirectory() as folder:
-        settings = TrainSettings(
-            model="the start", output=folder, task=task, difficulty=comparison.digits,
-            objective=OBJECTIVES[name], learning_rate=comparison.learning_rate, batches=batches,
-            windows=(WINDOW,),
-            updates=UPDATES, evaluate_every=1, evaluation_problems=200, save_every=1000, seed=seed,
-        )  # fmt: skip
-        trainer = Watched(model, tokenizer, comparison.task, settings)
-        trainer.counts, trainer.waits = {}, []
-        trainer.train()
-        log = read_log(Path(folder) / "log.jsonl")
-    what = dict(case="policy_objectives", side=name, task=task, seed=seed, options=words)
-    found = [
-        measured(values, at=range(len(values)), **what, metric=metric, unit=UNITS.get(metric, "1"))
-        for metric, values in curves(log, trainer.waits, batches).items()
-    ]
-    seen = trainer.counts["tokens_by_id"].most_common()
-    tokens = tokenizer.convert_ids_to_tokens([token for token, _ in seen])
-    dropped = [trainer.counts["dropped_tokens_by_id"][token] for token, _ in seen]
-    found.append(measured(dropped, at=tokens, **what, metric="tokens dropped", unit="tokens"))
-    found.append(measured([n for _, n in seen], at=tokens, **what, metric="tokens seen", unit="tokens"))
+    settings = TrainSettings(
+        model="the start", output="", task=task, difficulty=comparison.digits, objective=OBJECTIVES[name],
+        learning_rate=comparison.learning_rate, batches=batches or comparison.batches, windows=(WINDOW,),
+        updates=UPDATES, evaluate_every=1, evaluation_problems=200, seed=seed,
+    )  # fmt: skip
+    trainer, log = policy.trained(start, settings, task=comparison.task, trainer=Watched)
+    what = dict(case="policy_objectives", side=name, task=task, seed=seed)
+    found = list(policy.curve_rows(curves(log, trainer.waits), **what))
+    tokens = [token for token, _ in trainer.seen.most_common()]
+    texts = trainer.tokenizer.convert_ids_to_tokens(tokens)
+    for metric, counts in (("tokens dropped", trainer.dropped), ("tokens seen", trainer.seen)):
+        numbers = [counts[token] for token in tokens]
+        found.append(measured(numbers, at=texts, **what, metric=metric, unit="tokens"))
     return found
 
 
-UNITS = {"greedy": "share", "seconds": "s", "entropy": "nats", "dropped": "share", "waits": "tokens",
-         "waits_dropped": "tokens"}  # fmt: skip
-
-
-def curves(log: list[dict[str, Any]], waits: list[tuple[int, int]], batches: int) -> dict[str, list[float]]:
-    """One number a batch; of greedy accuracy one more, after the last."""
-    found: dict[str, list[float]] = {}
-    for batch in range(batches):
-        lines = [line for line in log if line["batch"] == batch]
-        of = {kind: [line for line in lines if line["kind"] == kind] for kind in ("batch", "update")}
-        updates, said = of["update"], waits[UPDATES * batch : UPDATES * (batch + 1)]
+def curves(log: list[dict[str, Any]], waits: list[tuple[int, int]]) -> dict[str, dict[int, float]]:
+    """What is kept of a run's log, by batch; of greedy accuracy one more, after the last."""
+    found: dict[str, dict[int, float]] = {"greedy": {}}
+    for line in log:
+        batch = line["batch"]
+        if line["kind"] == "evaluation":
+            found["greedy"][batch] = line["greedy_accuracy"]
+        if line["kind"] != "batch":
+            continue
+        updates = [u for u in log if (u["kind"], u["batch"]) == ("update", batch)]
+        said, gone = map(sum, zip(*waits[UPDATES * batch : UPDATES * (batch + 1)], strict=True))
         tokens = sum(u["tokens"] for u in updates)
         numbers = {
-            "reward": of["batch"][0]["reward"],
-            "seconds": round(of["batch"][0]["seconds"], 2),
+            "reward": line["reward"],
+            "seconds": round(line["seconds"], 2),
             "entropy": sum(u["entropy"] * u["tokens"] for u in updates) / tokens,
             "dropped": sum(u["dropped_tokens"] for u in updates) / tokens,
-            "clipped_positive": sum(u["clipped_positive"] for u in updates) / len(updates),
+            "clipped_positive": mean(u["clipped_positive"] for u in updates),
             "ratio_p99_last": updates[-1]["ratio_p99"],
             "ratio_largest": max(u["ratio_largest"] for u in updates),
-            "waits": sum(w for w, _ in said),
-            "waits_dropped": sum(d for _, d in said),
+            "waits": said,
+            "waits_dropped": gone,
         }
-        for name, value in numbers.items():
-            found.setdefault(name, []).append(value)
-    return found | {"greedy": [x["greedy_accuracy"] for x in log if x["kind"] == "evaluation"]}
+        for metric, value in numbers.items():
+            found.setdefault(metric, {})[batch] = value
+    return found
 
 
 def steps_to(values: tuple[float, ...], target: float) -> str:

@@ -46,7 +46,7 @@ class Row:
     rounds: int
     at: tuple = ()
     values: tuple[float, ...] = ()
-    options: str = ""  # of the command, beyond the case's name
+    options: str = ""  # of the command, beyond the case's name; the runner fills it in
     device: str
     cpu: str
     threads: int
@@ -68,14 +68,14 @@ COLUMNS = [field.name for field in fields(Row)]
 def measured(
     numbers: Sequence[float], *, case: str, side: str, task: str, metric: str, unit: str,
     length: int = 0, batch: int = 0, dtype: str = "float32", seed: int = 0,
-    keep: bool = False, at: Sequence = (), options: str = "",
+    keep: bool = False, at: Sequence = (),
 ) -> Row:  # fmt: skip
     """A row of numbers taken here and now; `keep` or `at` has the row hold the numbers themselves."""
     p20, p50, p80 = percentiles(numbers)
     return Row(
         case=case, side=side, task=task, length=length, batch=batch, dtype=dtype, seed=seed, metric=metric,
         unit=unit, p20=p20, p50=p50, p80=p80, rounds=len(numbers), at=tuple(at),
-        values=tuple(numbers) if keep or at else (), options=options, **provenance(),
+        values=tuple(numbers) if keep or at else (), **provenance(),
     )  # fmt: skip
 
 

@@ -33,7 +33,7 @@ def case_of_a_moment(tests: tuple[str, ...], work=lambda: None) -> ModuleType:
 
 
 def options(**changes) -> Namespace:
-    return Namespace(**{"quick": False, "only": "", "out": None, **changes})
+    return Namespace(**{"quick": False, "only": "", "out": None, "words": "--as given", **changes})
 
 
 @pytest.mark.parametrize("name", list(cases.CASES))
@@ -115,7 +115,7 @@ def test_a_quick_run_writes_nothing_and_a_full_one_a_row_for_each_side(tmp_path,
     assert [(r.side, r.rounds, r.device) for r in written] == [
         (side, 4, rows.device_name()) for side in ("ours", "transformers")
     ]
-    assert all(0 <= r.p20 <= r.p50 <= r.p80 for r in written)
+    assert all(0 <= r.p20 <= r.p50 <= r.p80 and r.options == "--as given" for r in written)
 
 
 def test_rows_taken_before_a_failure_are_kept(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.cases import policy_adam, policy_addition, policy_head, policy_objectives
+from benchmarks.harness import policy
 from benchmarks.harness.measure import each
 from benchmarks.harness.rows import Row, measured
 from minimax_hybrid import MiniMaxM1Config, MiniMaxM1ForCausalLM
@@ -68,7 +69,7 @@ def test_addition_and_adam_run(folder: str, small: None, monkeypatch: pytest.Mon
         "reward": (0,), "length": (0,), "greedy": (0, 1), "seconds": (0, 1)
     }  # fmt: skip
 
-    monkeypatch.setattr(policy_adam, "find_task", lambda name: some_reward)
+    monkeypatch.setattr(policy, "find_task", lambda name: some_reward)
     median = {}
     for scale in policy_adam.SCALES:
         counts = torch.tensor(policy_adam.train(folder, "report", scale, batches=1, seed=0)[-1].values)
