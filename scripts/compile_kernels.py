@@ -16,14 +16,15 @@ import sys
 import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
 from multiprocessing import get_context
 
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from minimax_kernels import BLOCK
+from minimax_hybrid.formatting import table
+from minimax_kernels import BlockMemory
 from minimax_kernels.lightning import triton_decode, triton_forward, triton_segments
 from minimax_kernels.lightning.triton_backward import backward
 
@@ -86,18 +87,15 @@ def compile_all(dtype: str, D: int) -> list[Row]:
     for packed in (None, torch.tensor([0, T], dtype=torch.int32)):
         for segment in (0, triton_segments.SEGMENTS[0]):
             for memory in (None, state):
-                name = " ".join(
-                    ["packed" if packed is not None else "dense", "segments" if segment else "one pass"]
-                    + ["from zero"] * (memory is None)
-                )
+                name = f"{'dense' if packed is None else 'packed'} {'segments' if segment else 'one pass'}"
+                name += " from zero" * (memory is None)
                 call = f"forward, {name}"
                 _, _, starts = triton_forward.forward(x, x, x, log_decay, memory, packed, segment=segment)
                 call = f"backward, {name}"
                 backward(x, x, x, log_decay, memory, starts, packed, x, memory, segment=segment)
     call = "decode"
-    rows = torch.empty(1, BLOCK, H, D, dtype=x.dtype)
     one = x[:, :1]
-    triton_decode.decode_triton(one, one, one, log_decay, state, rows, rows.clone(), torch.zeros(1).long())
+    triton_decode.decode_triton(one, one, one, log_decay, BlockMemory.empty(one, one))
     return list(compiled.values())
 
 
@@ -148,18 +146,8 @@ def complaints(rows: list[Row]) -> list[str]:
     return found
 
 
-def table(rows: list[Row]) -> str:
-    names = [field.name for field in fields(Row)]
-    lines = [names, ["---"] * len(names)] + [[str(getattr(row, name)) for name in names] for row in rows]
-    width = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    return "\n".join(
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, width, strict=True)) + " |" for line in lines
-    )
-
-
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--types", nargs="+", choices=TYPES, default=TYPES)
     parser.add_argument("--widths", nargs="+", type=int, default=WIDTHS)
@@ -170,7 +158,7 @@ def main() -> None:
         found = list(pool.map(compile_all, *zip(*jobs, strict=True)))
     rows = sorted(sum(found, []), key=lambda row: (row.type, row.D, row.kernel))
     print(f"Triton {triton.__version__}, compute capability 9.0, {len(rows)} kernels\n")
-    print(table(rows))
+    print(table([field.name for field in fields(Row)], [list(map(str, astuple(row))) for row in rows]))
     wrong = complaints(rows)
     if args.check:
         print("\n" + ("\n".join(wrong) or "check: no spills, all 16-bit products wgmma, shared memory fits"))

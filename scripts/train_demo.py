@@ -225,58 +225,18 @@ def measure(folder: Path, tokenizer: PreTrainedTokenizerFast, *, count: int) -> 
 
 
 def card(
-    model: MiniMaxM1ForCausalLM,
-    curve: list[dict],
-    results: dict[str, list[float]],
-    args: argparse.Namespace,
+    model: MiniMaxM1ForCausalLM, curve: list[dict], results: dict[str, list[float]], args: argparse.Namespace
 ) -> str:
-    """The checkpoint's README: what it is, how it was made, what was measured, its limits."""
+    """The checkpoint's README, `demo_card.md` filled in: how it was made, what was measured, its limits."""
     names = ("stage", "step", "seconds", "text", "addition", "gradient", "greedy")
-    parameters = sum(p.numel() for p in model.parameters())
-    return "\n".join(
-        (
-            "# Demo checkpoint",
-            "",
-            f"A hybrid of {parameters:,} parameters: seven lightning layers and one softmax layer, width "
-            f"{model.config.hidden_size}, {model.config.num_local_experts} experts of which a token visits "
-            f"{model.config.num_experts_per_tok}, one token a character. Weights in bfloat16, routers in "
-            "float32. It was trained from nothing, on one CPU core, on text that the script itself writes: "
-            "short sentences about animals, numbers and days, questions and answers, and additions `12+34=` "
-            "answered by `[64]46`: in brackets the digits from the ones up, as they are added. Training on "
-            "additions stopped early on purpose, so that reinforcement learning starts where there is "
-            "something to gain.",
-            "",
-            f"    python scripts/train_demo.py --seed {args.seed} --stop-at {args.stop_at}"
-            f"{' --quick' if args.quick else ''} --out minimax_hybrid/demo",
-            "",
-            "## Exact answers",
-            "",
-            f"Held-out additions of numbers below {10**DIGITS:,} (`minimax_hybrid.rl.tasks`, split "
-            "`held_out`), answered exactly, as measured by the command above. Sampled means temperature 1, "
-            "full distribution.",
-            "",
-            "| | float32 | bfloat16 |",
-            "|---|---|---|",
-            *(f"| {way} | {wide:.3f} | {narrow:.3f} |" for way, (wide, narrow) in results.items()),
-            "",
-            "## Training",
-            "",
-            "Means since the row before: cross-entropy of texts and of answers (nats a token), gradient norm "
-            "before clipping; and greedy accuracy on 250 additions that are not held out.",
-            "",
-            f"| {' | '.join(names)} |",
-            f"|{'---|' * len(names)}",
-            *(f"| {' | '.join(str(row[name]) for name in names)} |" for row in curve),
-            "",
-            "## Limits",
-            "",
-            "It knows its templates and nothing else: other questions get an answer about an animal or a "
-            "number. Sums of numbers above 99 are wrong. Characters other than printable ASCII, tab and "
-            "newline become `<unk>`. Texts in training were below 300 characters. The same seed gives the "
-            "same corpus everywhere; the weights differ in rounding from machine to machine, and with them "
-            "the step at which training stops.",
-            "",
-        )
+    template = (Path(__file__).parent / "demo_card.md").read_text(encoding="utf-8")
+    return template.format(
+        config=model.config,
+        parameters=sum(p.numel() for p in model.parameters()),
+        options=f"--seed {args.seed} --stop-at {args.stop_at}{' --quick' * args.quick}",
+        limit=10**DIGITS,
+        results="\n".join(f"| {way} | {wide:.3f} | {half:.3f} |" for way, (wide, half) in results.items()),
+        curve="\n".join(f"| {' | '.join(str(step[name]) for name in names)} |" for step in curve),
     )
 
 

@@ -7,7 +7,6 @@ Nothing is timed: counts come from `minimax_hybrid.cost.published`, markers from
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 from minimax_hybrid.config import MiniMaxM1Config
@@ -22,7 +21,6 @@ ABOUT = "Figure 1 (right) of the M1 report: its markers, their formula, and the 
 TESTS = ("tests/cost/test_published.py",)
 MARKERS = ROOT / "tests" / "goldens" / "figure1_right.json"
 _COLORS = {"DeepSeek R1": "softmax", "Qwen3-235B-A22B": "other", "MiniMax-M1": "hybrid"}
-_ROUND = 100_000, 102_400
 
 
 def markers() -> dict[str, list[tuple[int, float]]]:
@@ -66,9 +64,8 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
             counted = [exact("MiniMax-M1", T) / peer(T) for T in fine]
             right.plot(thousands, drawn, color=COLORS[color], label=f"M1 / {label}, as drawn")
             right.plot(thousands, counted, "--", color=COLORS[color], label="the same, exact")
-        right.set_title("M1 relative to the others")
         right.axhline(0.25, color=INK, lw=0.8)
-        right.set_ylim(0, 2)
+        right.set(title="M1 relative to the others", ylim=(0, 2))
         for axis in (left, right):
             axis.set_xlabel("generated tokens, K (1,024)")
             axis.legend(fontsize=8.5)
@@ -76,58 +73,27 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
 
 
 def page() -> str:
+    """The text of `figure1.md` beside this file, with its numbers and tables."""
     curves, points = figure_curves(), markers()
     m1, r1 = curves["MiniMax-M1"], curves["DeepSeek R1"]
-    worst = max(abs(y - curves[name](T)) for name, series in points.items() for T, y in series)
-    ratios = {T: (m1(T) / r1(T), exact("MiniMax-M1", T) / R1(T)) for T in (64_000, 65_536, *_ROUND)}
-    absorbed = exact("MiniMax-M1", 102_400) / R1_ABSORBED(102_400)
-    text = [
-        "# Figure 1 (right): FLOPs of a generation",
-        "",
-        "Written by `python -m benchmarks.run --case figure1`; counts only, nothing was timed.",
-        "",
-        "![Figure 1 (right), reproduced](../figures/figure1_right.svg)",
-        "",
-        "Every marker of the report's figure lies on `linear * T + quadratic * T^2`, T in tokens, K = 1,024: "
-        f"the largest distance is {worst:.1e} FLOPs, with markers read from the drawing to 1e9.",
-        "",
-        "| curve | linear | quadratic | where it departs from the model |",
-        "|---|---:|---:|---|",
-    ]
-    text += [f"| {n} | {c.linear:,} | {c.quadratic:,} | {c.departs} |" for n, c in curves.items()]
-    text += [
-        "",
-        "All three count queries times keys causally (half the square) but probabilities times values over "
-        "the full square, and leave the routers out. The exact columns count both over the causal half, "
-        "routers and head included, 70 lightning and 10 softmax layers for M1, 58 layers of experts and 3 "
-        "dense ones for DeepSeek-R1 (attention as trained, not absorbed).",
-        "",
-        "## The claims",
-        "",
-        f'- "Less than 50 % of DeepSeek-R1 at 64K": {ratios[65_536][0]:.1%} at 65,536 tokens on the '
-        f"figure's curve; {ratios[65_536][1]:.1%} by the exact count.",
-        '- "About 25 % at 100K": the figure\'s own curve gives '
-        f"**{ratios[102_400][0]:.1%} at 102,400 tokens** ({ratios[100_000][0]:.1%} at 100,000), and 25 % "
-        f"only near {_reaches(m1, r1, 0.25):,} tokens. The exact count gives {ratios[102_400][1]:.1%} at "
-        f"102,400, or {absorbed:.1%} if R1's attention is computed in its absorbed form, which saves memory "
-        "and costs more FLOPs.",
-        "",
-        "## Every marker (1e16 FLOPs)",
-        "",
-    ]
-    head = ["K"] + [f"{name}: {what}" for name in points for what in ("figure", "formula", "exact")]
+    lengths = [T for T, _ in points["MiniMax-M1"]]
+    drawn = {T: m1(T) / r1(T) for T in (*lengths, 65_536, 100_000, 102_400)}
+    counted = {T: exact("MiniMax-M1", T) / R1(T) for T in drawn}
+    head = ["K", *(f"{name}: {what}" for name in points for what in ("figure", "formula", "exact"))]
     head += ["M1/R1 figure", "M1/R1 exact"]
     lines = []
-    for i, (T, _) in enumerate(points["MiniMax-M1"]):
-        cells = [f"{T // 1024}"]
-        for name, series in points.items():
-            assert series[i][0] == T
-            cells += [f"{value / 1e16:.7f}" for value in (series[i][1], curves[name](T), exact(name, T))]
-        cells += [f"{m1(T) / r1(T):.1%}", f"{exact('MiniMax-M1', T) / R1(T):.1%}"]
-        lines.append(cells)
-    return "\n".join([*text, markdown(head, lines, text=0)]) + "\n"
-
-
-def _reaches(ours: Callable[[int], float], theirs: Callable[[int], float], ratio: float) -> int:
-    """The first multiple of 1,024 tokens at which ours is at most `ratio` of theirs."""
-    return next(T for T in range(1024, 2**21, 1024) if ours(T) <= ratio * theirs(T))
+    for i, T in enumerate(lengths):
+        flops = [x for name, of in points.items() for x in (of[i][1], curves[name](T), exact(name, T))]
+        ratios = [f"{ratio[T]:.1%}" for ratio in (drawn, counted)]
+        lines.append([f"{T // 1024}", *(f"{x / 1e16:.7f}" for x in flops), *ratios])
+    formulas = [f"| {n} | {c.linear:,} | {c.quadratic:,} | {c.departs} |" for n, c in curves.items()]
+    template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
+    return template.format(
+        distance=max(abs(y - curves[name](T)) for name, of in points.items() for T, y in of),
+        formulas="\n".join(formulas),
+        drawn=drawn,
+        exact=counted,
+        quarter=next(T for T in range(1024, 2**21, 1024) if m1(T) <= 0.25 * r1(T)),
+        absorbed=exact("MiniMax-M1", 102_400) / R1_ABSORBED(102_400),
+        markers=markdown(head, lines, text=0),
+    )

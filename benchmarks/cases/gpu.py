@@ -12,7 +12,7 @@ the least bytes that the task must move, over time and bandwidth, the same for e
 
 import argparse
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 
@@ -21,12 +21,13 @@ from torch import Tensor
 
 from minimax_hybrid.cost.roofline import DEVICES
 from minimax_hybrid.lightning_attention import layer_log_decay
-from minimax_kernels import BLOCK, cu_seqlens_from_lengths, lightning_attention, lightning_decode
+from minimax_kernels import BLOCK, BlockMemory, cu_seqlens_from_lengths, lightning_decode
 from minimax_kernels.backends import available
 
 from ..harness.measure import Stopped, Work, device
 from ..harness.rows import Row, measured
-from .gpu_checks import empty_memory, failures
+from .gpu_checks import failures
+from .operators import attention_work, operator
 
 ABOUT = (
     "lightning attention on a GPU by backend and its peers, heads of 128, bfloat16, each number next to its "
@@ -94,16 +95,14 @@ def prepare(side: str, task: Shape) -> tuple[Work, int]:
     """The work, and how many times it does the task."""
     if task.kind == "decode":
         return decode(side, task)
-    B = 1 if "packed" in task.kind else task.B
-    q, k, v, dout = (
-        torch.randn(B, task.T, task.H, task.D, device=device(), dtype=torch.bfloat16) for _ in range(4)
-    )
-    cu_seqlens = uneven(task) if "packed" in task.kind else None
-    attend = operator(side, layer_log_decay(task.H, 3, 8, device=q.device), cu_seqlens)
-    if "backward" not in task.kind:
-        return torch.inference_mode()(lambda: attend(q, k, v)), 1
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    return lambda: torch.autograd.grad(attend(*leaves), leaves, dout), 1
+    packed = "packed" in task.kind
+    inputs = normal(4, 1 if packed else task.B, task.T, task.H, task.D)
+    cu_seqlens = uneven(task) if packed else None
+    return attention_work(side, inputs, cu_seqlens=cu_seqlens, backward="backward" in task.kind), 1
+
+
+def normal(count: int, *shape: int) -> list[Tensor]:
+    return [torch.randn(*shape, device=device(), dtype=torch.bfloat16) for _ in range(count)]
 
 
 def uneven(task: Shape) -> Tensor:
@@ -114,23 +113,11 @@ def uneven(task: Shape) -> Tensor:
     return cu_seqlens_from_lengths(lengths).to(device())
 
 
-def operator(side: str, log_decay: Tensor, cu_seqlens: Tensor | None) -> Callable[..., Tensor]:
-    if side == "softmax":
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return lambda *qkv: attention(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)
-    if side == "fla":
-        from fla.ops.simple_gla import chunk_simple_gla
-
-        bounds = None if cu_seqlens is None else cu_seqlens.long()
-        return lambda *qkv: chunk_simple_gla(*qkv, g_gamma=log_decay, scale=1.0, cu_seqlens=bounds)[0]
-    return lambda *qkv: lightning_attention(*qkv, log_decay, cu_seqlens=cu_seqlens, backend=side)[0]
-
-
 def distance_to_peer() -> float:
     """By how much of the largest output fla's differs from the definition, or 0.0 where that is rounding."""
-    q, k, v = (torch.randn(1, 300, 4, 64, device=device(), dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = normal(3, 1, 300, 4, 64)
     log_decay = layer_log_decay(4, 3, 8, device=q.device)
-    ours, peer = (operator(side, log_decay, None)(q, k, v).float() for side in ("reference", "fla"))
+    ours, peer = (operator(side, log_decay)(q, k, v).float() for side in ("reference", "fla"))
     error = float((ours - peer).abs().max() / ours.abs().max())
     return error if not error < 0.02 else 0.0
 
@@ -139,24 +126,25 @@ def decode(side: str, task: Shape) -> tuple[Work, int]:
     """One token for every sequence, on so many caches in turn that none is in L2 when it is next read."""
     B, H, D = task.B, task.H, task.D
     log_decay = layer_log_decay(H, 3, 8, device=torch.device(device()))
-    q, k, v = (torch.randn(B, 1, H, D, device=device(), dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = normal(3, B, 1, H, D)
     times = max(1, min(64, int(L2 / task.least_bytes))) if torch.cuda.is_available() else 1
     if side == "fla":
         from fla.ops.simple_gla import fused_recurrent_simple_gla
 
-        states = [torch.zeros(B, H, D, D, device=device()) for _ in range(times)]
         options = {"g_gamma": log_decay, "scale": 1.0, "output_final_state": True}
-        return torch.inference_mode()(
-            lambda: [fused_recurrent_simple_gla(q, k, v, initial_state=s, **options) for s in states]
-        ), times
-    caches = [empty_memory(B, H, D, q.dtype) for _ in range(times)]
-    for cache in caches:
-        cache.k_cache.zero_(), cache.v_cache.zero_()
-        cache.cache_seqlens.fill_(BLOCK // 2)
-    step = torch.inference_mode()(
-        lambda: [lightning_decode(q, k, v, log_decay, cache, backend=side) for cache in caches]
-    )
-    return step, times
+        memories = [torch.zeros(B, H, D, D, device=device()) for _ in range(times)]
+
+        def step(state: Tensor) -> object:
+            return fused_recurrent_simple_gla(q, k, v, initial_state=state, **options)
+    else:
+        memories = [BlockMemory.empty(k, v) for _ in range(times)]
+        for memory in memories:
+            memory.cache_seqlens.fill_(BLOCK // 2)
+
+        def step(memory: BlockMemory) -> object:
+            return lightning_decode(q, k, v, log_decay, memory, backend=side)
+
+    return torch.inference_mode()(lambda: [step(memory) for memory in memories]), times
 
 
 def seconds(work: Work, *, graph: bool) -> tuple[float, float, float]:
@@ -190,13 +178,8 @@ def measure(task: Shape, side: str) -> list[Row]:
     numbers = {("time", "s"): took}
     if bytes_per_second := bandwidth():
         numbers["roofline", "1"] = [task.least_bytes / x / bytes_per_second for x in reversed(took)]
-    return [
-        replace(
-            measured([p50], **what, metric=metric, unit=unit),
-            p20=p20,
-            p80=p80,
-            rounds=0,  # do_bench chooses how many
-        )  # fmt: skip
+    return [  # do_bench chooses how many rounds
+        replace(measured([p50], **what, metric=metric, unit=unit), p20=p20, p80=p80, rounds=0)
         for (metric, unit), (p20, p50, p80) in numbers.items()
     ]
 

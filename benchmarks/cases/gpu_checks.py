@@ -11,7 +11,13 @@ from multiprocessing import get_context
 import torch
 from torch import Tensor
 
-from minimax_kernels import BLOCK, BlockMemory, lightning_attention, lightning_decode
+from minimax_kernels import (
+    BLOCK,
+    BlockMemory,
+    cu_seqlens_from_lengths,
+    lightning_attention,
+    lightning_decode,
+)
 from minimax_kernels.lightning.chunked import chunked
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward
@@ -22,6 +28,7 @@ from ..harness.measure import device
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS = (16, 32, 64, 80, 96, 128, 192, 256)
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 5e-3, torch.float32: 2e-5}  # see `relative`
+RESULTS = ("out", "last", "dq", "dk", "dv", "dstate")
 DECAYS = (0.0, 0.004, 0.917004, 5.0, 50.0)
 
 
@@ -50,47 +57,39 @@ def relative(found: Tensor, expected: Tensor, *, heads: int = 2) -> float:
 def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
     """Outputs and gradients, dense and packed, in one pass and in segments, against float64."""
     found = []
-    name = str(dtype).removeprefix("torch.")
-    H = 2 if small else len(DECAYS)
-    T = 150 if small else SEGMENTS[-1] + 200
-    log_decay = -torch.tensor(DECAYS[-H:] if not small else DECAYS[1:3], device=device())
-    for packing in ("dense", "packed"):
-        S, cu_seqlens = 1, None
-        if packing == "packed":
-            lengths = torch.tensor([70, 0, 1, T - 80])
-            S, cu_seqlens = 4, torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device())
+    decays = DECAYS[1:3] if small else DECAYS
+    H, T = len(decays), 150 if small else SEGMENTS[-1] + 200
+    log_decay = -torch.tensor(decays, device=device())
+    packed = cu_seqlens_from_lengths(torch.tensor([70, 0, 1, T - 80])).to(device())
+    for packing, S, cu_seqlens in (("dense", 1, None), ("packed", 4, packed)):
         q, k, v, dout = (normal(1, T, H, D, dtype=dtype, seed=seed) * D**-0.25 for seed in range(4))
         state, dlast = (normal(S, H, D, D, seed=seed) for seed in (4, 5))
-        exact = exact_results(q, k, v, log_decay, state, cu_seqlens, dout, dlast)
+        args = q, k, v, log_decay, state
+        exact = exact_results(args, cu_seqlens, dout, dlast)
         for segment in (0, 64 if small else SEGMENTS[-1]):
-            args = q, k, v, log_decay, state
             out, last, starts = forward(*args, cu_seqlens, segment=segment)
-            dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, dout, dlast, segment=segment)
-            kind = f"{name}, D = {D}, {packing}, {'segments' if segment else 'one pass'}"
-            results = {"out": out, "last": last, "dq": dq, "dk": dk, "dv": dv, "dstate": dstate}
-            for key, value in results.items():
-                heads = 1 if key in ("last", "dstate") else 2
-                error = relative(value, exact[key], heads=heads)
-                found.append(Finding(f"{key}: {kind}", error, ALLOWED[dtype]))
+            gradients = backward(*args, starts, cu_seqlens, dout, dlast, segment=segment)
+            way = "segments" if segment else "one pass"
+            for name, result, wanted in zip(RESULTS, (out, last, *gradients), exact, strict=True):
+                error = relative(result, wanted, heads=1 if name in ("last", "dstate") else 2)
+                check = f"{name}: {_name(dtype)}, D = {D}, {packing}, {way}"
+                found.append(Finding(check, error, ALLOWED[dtype]))
     return found
 
 
 def exact_results(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    cu_seqlens: Tensor | None,
-    dout: Tensor,
-    dlast: Tensor,
-) -> dict[str, Tensor]:
-    """Float64 by blocks, which the tests hold to the token by token recurrence."""
-    leaves = [x.double().requires_grad_() for x in (q, k, v, state)]
-    out, last = chunked(*leaves[:3], log_decay.double(), leaves[3], cu_seqlens)
-    grads = torch.autograd.grad([out, last], leaves, [dout.double(), dlast.double()])
-    results = out.detach(), last.detach(), *grads
-    return dict(zip(("out", "last", "dq", "dk", "dv", "dstate"), results, strict=True))
+    args: tuple[Tensor, ...], cu_seqlens: Tensor | None, dout: Tensor, dlast: Tensor
+) -> tuple[Tensor, ...]:
+    """RESULTS in float64 by blocks, which the tests hold to the token by token recurrence."""
+    q, k, v, log_decay, state = (x.double() for x in args)
+    leaves = [x.requires_grad_() for x in (q, k, v, state)]
+    out, last = chunked(q, k, v, log_decay, state, cu_seqlens)
+    gradients = torch.autograd.grad([out, last], leaves, [dout.double(), dlast.double()])
+    return out.detach(), last.detach(), *gradients
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def replay(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
@@ -104,8 +103,7 @@ def replay(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
     for t in range(T):
         row = lightning_decode(*(x[:, t : t + 1] for x in (q, k, v)), log_decay, cache, backend="triton")
         wrong += int((row != out[:, t : t + 1]).sum())
-    name = str(dtype).removeprefix("torch.")
-    return [Finding(f"decoded elements with other bits: {name}, D = {D}", wrong, 0)]
+    return [Finding(f"decoded elements with other bits: {_name(dtype)}, D = {D}", wrong, 0)]
 
 
 def empty_memory(B: int, H: int, D: int, dtype: torch.dtype) -> BlockMemory:

@@ -106,19 +106,20 @@ def _decode(model: MiniMaxM1ForCausalLM, ids: torch.Tensor, cache: HybridCache) 
 
 def rows_of(progress: Progress, steps: list[float]) -> list[Row]:
     """Time from the start to each milestone, of the pieces there, of decoding at the end, and peak memory."""
-    rows = []
-
-    def row(task: str, length: int, metric: str, unit: str, values: list[float]) -> None:
-        what = dict(case="million", side="hybrid", task=task, length=length, batch=1)
-        rows.append(measured(values, **what, metric=metric, unit=unit))
-
-    for milestone in [n for n in MILESTONES if n <= progress.done]:
-        row("prefill", milestone, "time", "s", [sum(s for done, s in progress.seconds if done <= milestone)])
+    done = progress.done
+    total = {T: sum(s for n, s in progress.seconds if n <= T) for T in MILESTONES if T <= done}
     last = [s for _, s in progress.seconds[-4:-1] or progress.seconds]
-    row("last pieces of 8,192", progress.done, "time", "s", last)
-    row("decode", progress.done, "time", "s", steps)
-    row("prefill", progress.done, "peak memory", "B", [float(progress.peak)])
-    return rows
+    numbers = [
+        *(("prefill", T, "time", "s", [seconds]) for T, seconds in total.items()),
+        ("last pieces of 8,192", done, "time", "s", last),
+        ("decode", done, "time", "s", steps),
+        ("prefill", done, "peak memory", "B", [float(progress.peak)]),
+    ]
+    what = dict(case="million", side="hybrid", batch=1)
+    return [
+        measured(values, **what, task=task, length=length, metric=metric, unit=unit)
+        for task, length, metric, unit, values in numbers
+    ]
 
 
 def _save(progress: Progress, path: Path) -> None:
@@ -139,16 +140,15 @@ def table(rows: list[Row]) -> str:
     """What the long prefill took, by milestone, and decoding after it."""
     lines = []
     for row in rows:
+        length, rate = tokens(row.length), ""
         if row.metric == "peak memory":
-            lines.append(
-                [f"peak memory of the process, {tokens(row.length)}", row.dtype, memory_cell(row), ""]
-            )
+            what, size = f"peak memory of the process, {length}", memory_cell(row)
         elif row.task == "prefill":
+            what, size = f"prefill of {length}", f"{row.p50:,.0f} s"
             rate = f"{row.length / row.p50:,.0f} tokens/s"
-            lines.append([f"prefill of {tokens(row.length)}", row.dtype, f"{row.p50:,.0f} s", rate])
         elif row.task == "decode":
-            step = f"{row.p50 * 1e3:.0f} ms"
-            lines.append([f"decode after {tokens(row.length)}", row.dtype, step, time_cell(row)])
+            what, size, rate = f"decode after {length}", f"{row.p50 * 1e3:.0f} ms", time_cell(row)
         else:
-            lines.append([f"{row.task}, at {tokens(row.length)}", row.dtype, time_cell(row), ""])
+            what, size = f"{row.task}, at {length}", time_cell(row)
+        lines.append([what, row.dtype, size, rate])
     return markdown(["what", "type", "time or size", "rate"], lines)

@@ -1,5 +1,6 @@
 """Lightning attention by backend, beside causal softmax attention through SDPA."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,21 +32,36 @@ HEADS, WIDTH = 8, 64
 def prepare(side: str, task: Task) -> Work:
     rng = torch.Generator().manual_seed(task.length)
     shape = (task.batch, task.length, HEADS, WIDTH)
-    q, k, v, dout = (
-        torch.randn(shape, generator=rng).to(device(), getattr(torch, task.dtype)) for _ in range(4)
-    )
-    log_decay = layer_log_decay(HEADS, 3, 8, device=q.device)
+    inputs = [torch.randn(shape, generator=rng).to(device(), getattr(torch, task.dtype)) for _ in range(4)]
+    return attention_work(side, inputs, backward="backward" in task.kind)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if side == "softmax":
-            heads_first = (x.transpose(1, 2) for x in (q, k, v))
-            return scaled_dot_product_attention(*heads_first, is_causal=True).transpose(1, 2)
-        return lightning_attention(q, k, v, log_decay, backend=side)[0]
 
-    if task.kind == "forward":
+def attention_work(
+    side: str, inputs: list[Tensor], *, backward: bool, cu_seqlens: Tensor | None = None
+) -> Work:
+    """Attention of q, k, v, or it and its gradients for dout, with the decay of an early layer.
+
+    Args:
+        inputs: q, k, v and dout, (B, T, H, D).
+    """
+    q, k, v, dout = inputs
+    attend = operator(side, layer_log_decay(q.shape[2], 3, 8, device=q.device), cu_seqlens)
+    if not backward:
         return torch.inference_mode()(lambda: attend(q, k, v))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     return lambda: torch.autograd.grad(attend(*leaves), leaves, dout)
+
+
+def operator(side: str, log_decay: Tensor, cu_seqlens: Tensor | None = None) -> Callable[..., Tensor]:
+    if side == "softmax":
+        attention = scaled_dot_product_attention
+        return lambda *qkv: attention(*(x.transpose(1, 2) for x in qkv), is_causal=True).transpose(1, 2)
+    if side == "fla":
+        from fla.ops.simple_gla import chunk_simple_gla
+
+        bounds = None if cu_seqlens is None else cu_seqlens.long()
+        return lambda *qkv: chunk_simple_gla(*qkv, g_gamma=log_decay, scale=1.0, cu_seqlens=bounds)[0]
+    return lambda *qkv: lightning_attention(*qkv, log_decay, cu_seqlens=cu_seqlens, backend=side)[0]
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
@@ -54,8 +70,6 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
         for axis, task in zip(axes, ("forward", "forward+backward"), strict=True):
             labels = LABELS | {"softmax": "softmax (SDPA)"}
             over_lengths(axis, [row for row in rows if row.task == task], scale=1e3, labels=labels)
-            axis.set_title(f"{task}, ms")
-            axis.set_yscale("log")
-            axis.set_xlabel("tokens")
+            axis.set(title=f"{task}, ms", yscale="log", xlabel="tokens")
         axes[0].legend()
     return [path]

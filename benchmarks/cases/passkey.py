@@ -11,6 +11,7 @@ all softmax. Each is trained on inputs of 32 to 256 tokens and tested from 128 o
 
 import argparse
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from minimax_hybrid.model import MiniMaxM1ForCausalLM
 
 from ..harness.pages import markdown
 from ..harness.plot import over_lengths
-from ..harness.rows import Row, mean_over_seeds, measured
+from ..harness.rows import Row, grouped, mean_over_seeds, measured
 
 ABOUT = (
     "four digits hidden in random filler, asked for at the end: share of inputs with all four right, for "
@@ -141,43 +142,37 @@ def run(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def train_and_test(plan: Plan, kind: str, *, seed: int = 0) -> Iterator[Row]:
-    def row(
-        task: str, metric: str, unit: str, *, length: int, value: float, error: float, rounds: int
-    ) -> Row:
-        what = dict(case="passkey", side=kind, task=task, length=length, batch=1, seed=seed)
-        one = measured([value], **what, metric=metric, unit=unit)
-        return replace(one, p20=value - error, p80=value + error, rounds=rounds)
-
     start = time.perf_counter()
     model, loss = train(kind, plan, seed=seed)
     seconds = time.perf_counter() - start
-    longest = plan.train_lengths[1]
-    yield row("train", "time", "s", length=longest, value=seconds, error=0.0, rounds=plan.steps)
-    yield row("train", "loss", "nats", length=longest, value=loss, error=0.0, rounds=plan.steps)
     print(f"{kind}: loss {loss:.3f} nats a digit after {plan.steps} steps, {seconds:.0f} s", flush=True)
+    what = dict(case="passkey", side=kind, batch=1, seed=seed)
+    for metric, unit, value in (("time", "s", seconds), ("loss", "nats", loss)):
+        row = measured([value], **what, task="train", length=plan.train_lengths[1], metric=metric, unit=unit)
+        yield replace(row, rounds=plan.steps)
     for T in plan.test_lengths:
         right = accuracy(model, T, plan)
         p, n = sum(right) / len(right), len(right)
-        yield row("recall", "accuracy", "share", length=T, value=p, error=(p * (1 - p) / n) ** 0.5, rounds=n)
+        error = (p * (1 - p) / n) ** 0.5
+        row = measured([p], **what, task="recall", length=T, metric="accuracy", unit="share")
+        yield replace(row, p20=p - error, p80=p + error, rounds=n)
         print(f"{kind:10} {T:>6,} tokens: {p:.0%} of {n}", flush=True)
 
 
 def table(rows: list[Row]) -> str:
     """Needles found, one line for each length, the mean over a side's seeds."""
     sides = list(dict.fromkeys(row.side for row in rows))
-    trained = [row for row in rows if row.metric == "loss"]
-    seeds = {side: len({row.seed for row in trained if row.side == side}) for side in sides}
-    means = mean_over_seeds([row for row in rows if row.metric == "accuracy"])
-    found = {(row.side, row.length): f"{row.p50:.0%} of {row.rounds}" for row in means}
+    of = {metric: mean_over_seeds(group) for (metric,), group in grouped(rows, "metric").items()}
+    found = {(row.side, row.length): f"{row.p50:.0%} of {row.rounds}" for row in of["accuracy"]}
+    losses, times = ({row.side: row for row in of[metric]} for metric in ("loss", "time"))
+    models = Counter(row.side for row in rows if row.metric == "loss")
     lines = [
         [tokens(T), rows[0].dtype, *(found.get((side, T), "-") for side in sides)]
         for T in sorted({length for _, length in found})
     ]
-    losses = {row.side: row for row in mean_over_seeds(trained)}
-    times = {row.side: row for row in mean_over_seeds([row for row in rows if row.metric == "time"])}
-    lines.append(["models trained", "", *(str(seeds[side]) for side in sides)])
+    lines.append(["models trained", "", *(str(models[side]) for side in sides)])
     lines.append(["training loss, nats a digit", "", *(f"{losses[side].p50:.3f}" for side in sides)])
-    lines.append(["training steps", "", *(f"{losses[side].rounds // seeds[side]:,}" for side in sides)])
+    lines.append(["training steps", "", *(f"{losses[side].rounds // models[side]:,}" for side in sides)])
     lines.append(["training, one core", "", *(f"{times[side].p50:.0f} s" for side in sides)])
     return markdown(["input, tokens", "type", *sides], lines)
 
@@ -185,16 +180,13 @@ def table(rows: list[Row]) -> str:
 def draw(rows: list[Row], folder: Path) -> list[Path]:
     """Share of needles found against the length of the input; the mean over seeds where there are several."""
     path = folder / "passkey.svg"
-    trained = [row for row in rows if row.task == "train"]
     labels = {"hybrid": "7 lightning + 1 softmax", "lightning": "8 lightning", "softmax": "8 softmax"}
+    of = grouped(rows, "metric")
     with picture(path) as (axis,):
-        found = mean_over_seeds([row for row in rows if row.metric == "accuracy"])
-        over_lengths(axis, found, scale=100.0, labels=labels)
-        if trained:
-            axis.axvline(trained[0].length, color=COLORS["other"], lw=0.8, ls=":")
-            axis.annotate(" trained up to here", (trained[0].length, 3), color=COLORS["other"], fontsize=8.5)
-        axis.set_title("needles found, %")
-        axis.set_ylim(-4, 104)
-        axis.set_xlabel("input, tokens")
+        over_lengths(axis, mean_over_seeds(of["accuracy",]), scale=100.0, labels=labels)
+        longest, color = of["loss",][0].length, COLORS["other"]
+        axis.axvline(longest, color=color, lw=0.8, ls=":")
+        axis.annotate(" trained up to here", (longest, 3), color=color, fontsize=8.5)
+        axis.set(title="needles found, %", ylim=(-4, 104), xlabel="input, tokens")
         axis.legend(loc="upper right")
     return [path]

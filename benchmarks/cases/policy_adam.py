@@ -26,7 +26,7 @@ from ..harness import policy
 from ..harness.measure import each
 from ..harness.pages import markdown
 from ..harness.plot import over_batches
-from ..harness.rows import Row, measured
+from ..harness.rows import Row, grouped, measured
 from . import policy_addition
 
 ABOUT = "AdamW as the report sets it against the default, with gradients as they are and 1e-10 times as large"
@@ -80,48 +80,31 @@ def train(model: str, name: str, scale: float, batches: int, seed: int) -> list[
     return [*policy.curve_rows(greedy, **what), counts]
 
 
-def _groups(rows: list[Row]) -> dict[tuple[str, str], list[Row]]:
-    """Greedy curves by scale and setting."""
-    found: dict[tuple[str, str], list[Row]] = {}
-    for scale, name in product(SCALES, ADAMS):
-        task = f"gradients x {scale:g}"
-        of = [row for row in rows if (row.task, row.side, row.metric) == (task, name, "greedy")]
-        if of:
-            found[task, name] = of
-    return found
-
-
 def table(rows: list[Row]) -> str:
-    groups = _groups(rows)
-    batches = next(iter(groups.values()))[0].at[::5]
-    lines = [
-        [name, task.removeprefix("gradients x "), *(_each_seed(of, batch) for batch in batches)]
-        for (task, name), of in groups.items()
-    ]
+    greedy = grouped([row for row in rows if row.metric == "greedy"], "task", "side")
+    batches = rows[0].at[::5]
+    lines = []
+    for (task, name), seeds in sorted(greedy.items(), key=lambda group: group[0][0]):
+        cells = (", ".join(f"{row.values[batch]:.3f}" for row in seeds) for batch in batches)
+        lines.append([name, task.removeprefix("gradients x "), *cells])
     return markdown(["AdamW", "gradients times", *(f"batch {b}" for b in batches)], lines)
 
 
-def _each_seed(rows: list[Row], batch: int) -> str:
-    return ", ".join(f"{row.values[row.at.index(batch)]:.3f}" for row in rows)
-
-
 def draw(rows: list[Row], folder: Path) -> list[Path]:
-    path = folder / "policy_adam.svg"
+    path, styles = folder / "policy_adam.svg", {"gradients x 1": "-"}
+    groups = sorted(grouped(rows, "task", "metric", "side").items(), key=lambda group: group[0][0])
     with picture(path, panels=2) as (left, right):
-        for (task, name), of in _groups(rows).items():
-            style = "-" if task == f"gradients x {SCALES[0]:g}" else "--"
-            color = "hybrid" if name == "report" else "softmax"
-            over_batches(left, of, color=color, style=style, label=f"{name}, {task}")
-            if name == "report":
-                watched = [row for row in rows if row.metric == "elements from" and row.side == name]
-                counts = [row for row in watched if row.task == task][-1]
+        for (task, metric, name), of in groups:
+            style, shown = styles.get(task, "--"), f"{name}, {task}"
+            if metric == "greedy":
+                color = "hybrid" if name == "report" else "softmax"
+                over_batches(left, of, color=color, style=style, label=shown)
+            elif name == "report":
+                counts = of[-1]
                 share = [count / sum(counts.values) for count in counts.values[1:]]
                 right.step(counts.at[1:], share, style, where="post", color=INK, label=task)
-        left.set_xlabel("batches")
-        left.set_title("greedy accuracy, held out")
+        left.set(xlabel="batches", title="greedy accuracy, held out")
         left.legend(fontsize=8, loc="lower right", bbox_to_anchor=(1.0, 0.1))
-        right.set_xscale("log")
-        right.set_xlabel("size of a gradient's element")
-        right.set_title("share of elements")
+        right.set(xlabel="size of a gradient's element", title="share of elements", xscale="log")
         right.legend(fontsize=8)
     return [path]

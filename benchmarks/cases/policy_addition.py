@@ -20,7 +20,7 @@ from ..harness import policy
 from ..harness.measure import each
 from ..harness.pages import markdown
 from ..harness.plot import over_batches
-from ..harness.rows import ROOT, Row
+from ..harness.rows import ROOT, Row, grouped
 
 ABOUT = "CISPO on the demo model's additions, from the shipped checkpoint to almost all of them right"
 TESTS = ("tests/benchmarks/test_policy.py", "-k", "addition")
@@ -60,26 +60,25 @@ def curves(log: list[dict[str, Any]]) -> dict[str, dict[int, float]]:
 
 
 def table(rows: list[Row]) -> str:
-    seconds = {row.seed: row for row in rows if row.metric == "seconds"}
-    greedy = [row for row in rows if row.metric == "greedy"]
-    batches = greedy[0].at[::2]
+    of = grouped(rows, "metric")
+    batches = of["greedy",][0].at[::2]
     lines = []
-    for row in greedy:
-        found = dict(zip(row.at, row.values, strict=True))
-        time = dict(zip(seconds[row.seed].at, seconds[row.seed].values, strict=True))[batches[-1]]
-        lines.append([f"{row.seed}", *(f"{found[b]:.3f}" for b in batches), f"{time:.0f} s"])
+    for greedy, seconds in zip(of["greedy",], of["seconds",], strict=True):
+        found, took = (dict(zip(row.at, row.values, strict=True)) for row in (greedy, seconds))
+        shares = (f"{found[batch]:.3f}" for batch in batches)
+        lines.append([str(greedy.seed), *shares, f"{took[batches[-1]]:.0f} s"])
     return markdown(["seed", *(f"batch {b}" for b in batches), "rollouts and training"], lines, text=1)
 
 
 def draw(rows: list[Row], folder: Path) -> list[Path]:
     path = folder / "policy_addition.svg"
-    seconds = {row.seed: row.values[-1] for row in rows if row.metric == "seconds"}
+    of = grouped(rows, "metric")
     with picture(path) as (axis,):
-        greedy = [row for row in rows if row.metric == "greedy"]
-        for row, color in zip(greedy, ("hybrid", "softmax", "lightning", "other"), strict=False):
-            over_batches(axis, [row], color=color, label=f"seed {row.seed}, {seconds[row.seed]:.0f} s")
+        colors = ("hybrid", "softmax", "lightning", "other")
+        for row, seconds, color in zip(of["greedy",], of["seconds",], colors, strict=False):
+            label = f"seed {row.seed}, {seconds.values[-1]:.0f} s"
+            over_batches(axis, [row], color=color, label=label)
         axis.axhline(0.99, color=INK, lw=0.8, ls="--")
-        axis.set_title("greedy accuracy, held out")
-        axis.set_xlabel("batches of 1,024 responses")
+        axis.set(title="greedy accuracy, held out", xlabel="batches of 1,024 responses")
         axis.legend()
     return [path]

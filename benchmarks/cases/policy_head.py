@@ -29,7 +29,7 @@ from minimax_hybrid.rl.tasks import draw as draw_problems
 from minimax_hybrid.text import DEMO
 
 from ..harness.pages import markdown
-from ..harness.rows import Row, measured
+from ..harness.rows import Row, grouped, measured
 
 ABOUT = (
     "probabilities at rollout against probabilities in training, for both types of head, both ways to "
@@ -166,11 +166,10 @@ COLUMNS = {
 
 def table(rows: list[Row]) -> str:
     """One line for each type, head, way to decode and experts in training."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in rows:
-        if row.metric in COLUMNS:
-            found.setdefault((row.dtype, row.task, row.side), {})[row.metric] = row.values[0]
-    lines = [[*key, *(f"{of[m]:{style}}" for m, (_, style) in COLUMNS.items())] for key, of in found.items()]
+    lines = []
+    for key, of in grouped([row for row in rows if row.metric in COLUMNS], "dtype", "task", "side").items():
+        found = {row.metric: row.values[0] for row in of}
+        lines.append([*key, *(f"{found[metric]:{style}}" for metric, (_, style) in COLUMNS.items())])
     head = ["body", "head, and experts in training", "decode", *(name for name, _ in COLUMNS.values())]
     return markdown(head, lines, text=3)
 
@@ -178,11 +177,13 @@ def table(rows: list[Row]) -> str:
 def tables(rows: list[Row]) -> dict[str, tuple[list[Row], str]]:
     """Where the bits part, by layer."""
     of = {(row.dtype, row.metric): row for row in rows if row.task == "by layer"}
-    bodies = ("bfloat16", "float32")
-    lines = []
-    for i, kind in enumerate(of["bfloat16", "equal"].at):
-        pairs = [(of[body, "equal"].values[i], of[body, "relative_gap"].values[i]) for body in bodies]
-        lines.append([str(i), kind, *(cell for e, g in pairs for cell in (f"{100 * e:.1f} %", f"{g:.1e}"))])
+    columns = [
+        [f"{100 * x:.1f} %" if metric == "equal" else f"{x:.1e}" for x in of[body, metric].values]
+        for body in ("bfloat16", "float32")
+        for metric in ("equal", "relative_gap")
+    ]
+    kinds = of["float32", "equal"].at
+    lines = [[str(i), *cells] for i, cells in enumerate(zip(kinds, *columns, strict=True))]
     head = ["after layer", "kind", "bfloat16: equal", "gap", "float32: equal", "gap"]
     return {"layers": (list(of.values()), markdown(head, lines))}
 
@@ -200,8 +201,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
                 style = dict(s=3, alpha=0.4, linewidths=0, rasterized=True, color=COLORS[color])
                 axis.scatter(found["rollout"], found["training"], label=label, **style)
             axis.plot([0, 1], [0, 1], color=INK, lw=0.6, zorder=0)
-            axis.set_title(f"{body} body, {head} head")
-            axis.set_xlabel("probability at rollout")
+            axis.set(title=f"{body} body, {head} head", xlabel="probability at rollout")
             axis.legend(fontsize=8, markerscale=4)
         axes[0].set_ylabel("probability in training")
     return [path]

@@ -39,7 +39,7 @@ from ..harness import policy
 from ..harness.measure import Stopped, each
 from ..harness.pages import markdown
 from ..harness.plot import over_batches
-from ..harness.rows import ROOT, Row, measured
+from ..harness.rows import ROOT, Row, grouped, measured
 
 ABOUT = (
     "CISPO, DAPO and GRPO on the same problems, 16 updates a batch, three seeds each: who learns in fewer "
@@ -278,35 +278,31 @@ def table(rows: list[Row]) -> str:
 def tables(rows: list[Row]) -> dict[str, tuple[list[Row], str]]:
     """For each task that was run: how fast it was learned, and what was dropped."""
     found = {}
-    for task in COMPARISONS:
-        if of := [row for row in rows if row.task == task]:
-            found[task] = of, learned(of, task)
-            found[f"{task}_dropped"] = of, dropped(of)
+    for (task,), of in sorted(grouped(rows, "task").items()):
+        found[task] = of, learned(of, task)
+        found[f"{task}_dropped"] = of, dropped(of)
     return found
 
 
 def learned(rows: list[Row], task: str) -> str:
     value, target = COMPARISONS[task].measured, COMPARISONS[task].target
+    head = ["", f"steps to {value} {target}", f"last {value}", "tokens dropped", "last entropy"]
     lines = []
-    for name in OBJECTIVES:
-        of: dict[str, list[tuple[float, ...]]] = {}
-        for row in sorted((row for row in rows if row.side == name), key=lambda row: row.seed):
-            of.setdefault(row.metric, []).append(row.values)
-        if not of:
-            continue
+    for (name,), of in sorted(grouped(rows, "side").items()):
+        of = sorted(of, key=lambda row: row.seed)
+        curves = {metric: [row.values for row in group] for (metric,), group in grouped(of, "metric").items()}
         cells = [
             name,
-            ", ".join(steps_to(curve, target) for curve in of[value]),
-            ", ".join(f"{curve[-1]:.2f}" for curve in of[value]),
-            f"{mean(x for curve in of['dropped'] for x in curve):.4f}",
-            f"{mean(curve[-1] for curve in of['entropy']):.3f}",
+            ", ".join(steps_to(curve, target) for curve in curves[value]),
+            ", ".join(f"{curve[-1]:.2f}" for curve in curves[value]),
+            f"{mean(x for curve in curves['dropped'] for x in curve):.4f}",
+            f"{mean(curve[-1] for curve in curves['entropy']):.3f}",
         ]
         if task == "recheck":
-            said = sum(map(sum, of["waits"]))
-            cells.append(f"{sum(map(sum, of['waits_dropped'])) / max(1, said):.4f}")
-            cells.insert(2, ", ".join(steps_to(curve, 128) for curve in of["waits"]))
+            said, gone = (sum(map(sum, curves[metric])) for metric in ("waits", "waits_dropped"))
+            cells.append(f"{gone / max(1, said):.4f}")
+            cells.insert(2, ", ".join(steps_to(curve, 128) for curve in curves["waits"]))
         lines.append(cells)
-    head = ["", f"steps to {value} {target}", f"last {value}", "tokens dropped", "last entropy"]
     if task == "recheck":
         head = [*head[:2], 'steps to "wait" in half', *head[2:], '`w` of "wait" dropped']
     return markdown(head, lines, text=1)
@@ -315,10 +311,10 @@ def learned(rows: list[Row], task: str) -> str:
 def dropped(rows: list[Row]) -> str:
     """The ten tokens with the largest share dropped, of those at least a thousandth of all tokens."""
     lines = []
-    for name in OBJECTIVES:
+    for (name,), of in sorted(grouped(rows, "side").items()):
         totals = {"tokens dropped": Counter(), "tokens seen": Counter()}
-        for row in rows:
-            if row.side == name and row.metric in totals:
+        for row in of:
+            if row.metric in totals:
                 totals[row.metric].update(dict(zip(row.at, row.values, strict=True)))
         gone, seen = totals.values()
         common = {token: gone[token] / n for token, n in seen.items() if n > sum(seen.values()) / 1000}
@@ -332,18 +328,16 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     """A picture for each task: what is waited for, entropy, and the share of tokens dropped."""
     titles = {"greedy": "greedy accuracy, held out", "reward": "mean reward", "entropy": "entropy, nats",
               "dropped": "share of tokens dropped"}  # fmt: skip
+    colors = dict(zip(OBJECTIVES, ("hybrid", "softmax", "lightning"), strict=True))
     drawn = []
-    for task, comparison in COMPARISONS.items():
-        if not any(row.task == task for row in rows):
-            continue
+    for (task,), of in sorted(grouped(rows, "task").items()):
         drawn.append(folder / f"policy_objectives_{task}.svg")
+        curves, waited_for = grouped(of, "metric", "side"), COMPARISONS[task].measured
         with picture(drawn[-1], panels=3) as axes:
-            for axis, metric in zip(axes, (comparison.measured, "entropy", "dropped"), strict=True):
-                for name, color in zip(OBJECTIVES, ("hybrid", "softmax", "lightning"), strict=True):
-                    of = [row for row in rows if (row.task, row.side, row.metric) == (task, name, metric)]
-                    over_batches(axis, of, color=color, label=name, scale=UPDATES)
-                axis.set_title(titles[metric])
-                axis.set_xlabel("optimiser steps")
-            axes[0].axhline(comparison.target, color=INK, lw=0.8, ls="--")
+            for axis, metric in zip(axes, (waited_for, "entropy", "dropped"), strict=True):
+                for name, color in colors.items():
+                    over_batches(axis, curves[metric, name], color=color, label=name, scale=UPDATES)
+                axis.set(title=titles[metric], xlabel="optimiser steps")
+            axes[0].axhline(COMPARISONS[task].target, color=INK, lw=0.8, ls="--")
             axes[0].legend()
     return drawn

@@ -53,8 +53,7 @@ def draw(rows: list[Row], folder: Path) -> list[Path]:
     with picture(path, panels=len(measured)) as axes:
         for axis, ((_, _, title, scale), of_panel) in zip(axes, measured, strict=True):
             over_lengths(axis, of_panel, scale=scale)
-            axis.set_title(title)
-            axis.set_xlabel("context, tokens")
+            axis.set(title=title, xlabel="context, tokens")
         axes[0].set_yscale("log")
         for axis in axes[1:]:
             axis.set_ylim(bottom=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 from minimax_hybrid.formatting import tokens
 
 from .. import cases
-from .rows import RESULTS, ROOT, Row, files, newest, read
+from .rows import RESULTS, ROOT, Row, files, grouped, newest, read
 
 README, POLICY = ROOT / "README.md", RESULTS / "policy.md"
 _MARKED = re.compile(r"(<!-- rows: ([\w/]+) -->)\n.*?(<!-- end of rows -->)", re.DOTALL)
@@ -44,11 +44,11 @@ def case_table(rows: list[Row]) -> str:
 def metric_table(rows: list[Row]) -> str:
     """One line for each task and side, a column for each metric."""
     metrics = list(dict.fromkeys(row.metric for row in rows))
-    found: dict[tuple[str, str, str], dict[str, Row]] = {}
-    for row in rows:
-        found.setdefault((row.task, row.dtype, row.side), {})[row.metric] = row
-    cells = [[*key, *(f"{of[m].p50:.6g}" if m in of else "-" for m in metrics)] for key, of in found.items()]
-    return markdown(["task", "type", "side", *metrics], cells, text=3)
+    lines = []
+    for key, group in grouped(rows, "task", "dtype", "side").items():
+        found = {row.metric: f"{row.p50:.6g}" for row in group}
+        lines.append([*key, *(found.get(metric, "-") for metric in metrics)])
+    return markdown(["task", "type", "side", *metrics], lines, text=3)
 
 
 def markdown(head: list[str], lines: Iterable[list[str]], *, text: int = 2) -> str:
@@ -67,15 +67,12 @@ def device_page(path: Path) -> str:
         "the 80th percentile. Peak is the most resident memory of a process that does nothing else, weights "
         "and libraries included.",
     ]
-    names = {row.case for row in rows}
-    for name in [name for name in cases.CASES if name in names]:
-        text += ["", f"## {name}", "", f"{_sentence(cases.about(name))}", ""]
-        text.append(case_text(name, [row for row in rows if row.case == name]))
+    measured = grouped(rows, "case")
+    for name in cases.CASES:
+        if of := measured.get((name,)):
+            about = cases.about(name)
+            text += ["", f"## {name}", "", f"{about[0].upper()}{about[1:]}.", "", case_text(name, of)]
     return "\n".join(text) + "\n"
-
-
-def _sentence(about: str) -> str:
-    return f"{about[0].upper()}{about[1:]}."
 
 
 def case_text(name: str, rows: list[Row]) -> str:

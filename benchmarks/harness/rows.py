@@ -130,13 +130,18 @@ def newest(case: str) -> list[Row]:
     return max(found, key=lambda rows: max(row.date for row in rows), default=[])
 
 
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple, list[Row]]:
+    """The rows that agree in these fields, by the fields' values, in order of first appearance."""
+    groups: dict[tuple, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(getattr(row, name) for name in names), []).append(row)
+    return groups
+
+
 def mean_over_seeds(rows: list[Row]) -> list[Row]:
     """One row for each side and length, the mean of the rows that differ in their seed."""
-    groups: dict[tuple[str, int], list[Row]] = {}
-    for row in rows:
-        groups.setdefault((row.side, row.length), []).append(row)
     means = []
-    for group in groups.values():
+    for group in grouped(rows, "side", "length").values():
         values = {name: sum(getattr(row, name) for row in group) / len(group) for name in _PERCENTILES}
         means.append(replace(group[0], **values, rounds=sum(row.rounds for row in group)))
     return means
