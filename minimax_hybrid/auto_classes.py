@@ -1,6 +1,6 @@
 """Register our models with transformers' Auto classes, without importing transformers for it.
 
-Where the Auto classes are loaded already, they are told at once. Otherwise a finder waits for their modules
+Where the Auto classes are loaded already, this happens at once. Otherwise a finder waits for their modules
 and registers as soon as no module that the model is built from is still being imported.
 """
 

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         return _say(error, code=2)
     except BrokenPipeError:
-        # whoever read our output has gone; without this, Python reports a failed flush at exit
+        # the reader of our output is gone; without this, Python reports a failed flush at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:

@@ -137,7 +137,7 @@ class MiniMaxM1Config(PreTrainedConfig):
 
     @classmethod
     def tiny(cls, **changes: Any) -> "MiniMaxM1Config":
-        """A model of the real shape that a CPU runs in milliseconds: 8 layers, the last one softmax."""
+        """A model of the released shape that a CPU runs in milliseconds: 8 layers, the last one softmax."""
         sizes = dict(
             vocab_size=128,
             hidden_size=64,

@@ -72,7 +72,7 @@ class LightningAttention(nn.Module):
         return q, k, v
 
     def log_decay(self, device: torch.device) -> Tensor:
-        # a trace makes its own: what it would leave in the cache is not a real tensor
+        # a trace makes its own: what it would leave in the cache is no tensor with values
         constant = layer_log_decay.__wrapped__ if tracing() else layer_log_decay
         return constant(self.num_heads, self.layer_idx, self.num_layers, device=device)[self.heads]
 

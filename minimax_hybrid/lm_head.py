@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from minimax_kernels import fp32_linear, token_log_probs
 from minimax_kernels.backends import full_float32
 
-ROW_CHUNK = 256
+TOKEN_CHUNK = 256
 
 
 class Scoring(NamedTuple):
@@ -84,7 +84,7 @@ def head_log_probs(
     """`token_log_probs` of a model's head as it is, and the entropies if they are asked for.
 
     A head that is more than its weight (an adapter, a hook, an offloading wrapper, another `head_dtype`) is
-    called, a few rows at a time, and again in the backward pass, so no full logits are kept then either.
+    called, a few tokens at a time, and again in the backward pass, so no full logits are kept then either.
     """
     temperature, entropy = scoring
     if not temperature > 0:
@@ -95,16 +95,16 @@ def head_log_probs(
     if ours and not hooked and head.head_dtype == torch.float32:
         found = head(hidden, targets, scoring)
         return found if entropy else (found,)
-    rows = zip(hidden.flatten(0, -2).split(ROW_CHUNK), targets.flatten().split(ROW_CHUNK), strict=True)
+    parts = zip(hidden.flatten(0, -2).split(TOKEN_CHUNK), targets.flatten().split(TOKEN_CHUNK), strict=True)
     scored = [
-        checkpoint(_score_rows, head, part, target, temperature, head_dtype, use_reentrant=False)
-        for part, target in rows
+        checkpoint(_score_tokens, head, part, target, temperature, head_dtype, use_reentrant=False)
+        for part, target in parts
     ]
     log_probs, entropies = torch.cat(scored, dim=1).view(2, *targets.shape)
     return (log_probs, entropies) if entropy else (log_probs,)
 
 
-def _score_rows(
+def _score_tokens(
     head: nn.Module, hidden: Tensor, targets: Tensor, temperature: float, head_dtype: str
 ) -> Tensor:
     """Log-probabilities and entropies (2, n), zero where the target is -100."""

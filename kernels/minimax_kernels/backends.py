@@ -2,7 +2,7 @@
 follows, and whether a check may read values.
 
 `reference` is the definition, `chunked` plain PyTorch by blocks, `triton` the Hopper kernels.
-A backend asked for by name runs or raises; only "auto" chooses.
+A named backend runs or raises; only "auto" chooses.
 """
 
 from contextlib import AbstractContextManager, nullcontext

@@ -4,15 +4,16 @@ PyTorch sends float32 products on a CPU to MKL. oneDNN, which it carries for bfl
 to 3 times faster on an AMD EPYC (Zen 5), 2 threads, torch 2.13. Microseconds for a weight 2048 x 512 that is
 not in cache:
 
-    rows               1      2      8     64   4096
+    x.shape[0]         1      2      8     64   4096
     F.linear         252    386    378    828  47100
     oneDNN            80    151    180    376  25000
-    (bfloat16)        82     73     86    198   8700     by oneDNN whoever asks
+    (bfloat16)        82     73     86    198   8700     by oneDNN in either call
 
 A call of oneDNN costs 10 us where one of MKL costs 2, so small products stay with MKL.
 """
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,10 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x (..., K) @ weight (N, K).T, as `torch.nn.functional.linear` in value, gradient and autocast."""
-    rows = x.reshape(-1, x.shape[-1])
-    if not _takes_onednn(rows, weight) or torch.is_autocast_enabled(x.device.type):
+    flat = x.reshape(-1, x.shape[-1])
+    if not _takes_onednn(flat, weight) or torch.is_autocast_enabled(x.device.type):
         return torch.nn.functional.linear(x, weight)
-    out = _Linear.apply(rows, weight) if tracked(x, weight) else _onednn(rows, weight)
+    out = _Linear.apply(flat, weight) if tracked(x, weight) else _onednn(flat, weight)
     return out.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -47,13 +48,13 @@ def _onednn(x: Tensor, weight: Tensor) -> Tensor:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         return matmul_nt(x, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         with without_autocast(x):
             dx = matmul_nt(dout, weight.mT) if ctx.needs_input_grad[0] else None

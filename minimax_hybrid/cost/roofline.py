@@ -121,7 +121,7 @@ def this_cpu(*, size: int = 1536, repeats: int = 5) -> Device:
 
 
 def named_devices(names: Sequence[str]) -> list[Device]:
-    """Devices by name: those of `DEVICES`, and "cpu" for this machine, measured now."""
+    """The devices of these names: those of `DEVICES`, and "cpu" for this machine, measured now."""
     found = []
     for name in names:
         if name.lower() == "cpu":

@@ -17,7 +17,7 @@ from minimax_kernels.backends import accumulation_dtype
 
 
 class LightningHeads(TensorParallelLayer):
-    """Tells a lightning layer which heads it has; their slopes depend on it."""
+    """Sets which heads a lightning layer has; their slopes depend on it."""
 
     def install_forward(self, module: Any, mesh: DeviceMesh) -> nn.Module:
         if hasattr(module, "heads"):

@@ -21,7 +21,7 @@ def group_advantages(
     1e-4 are TRL's. Groups without spread, groups of one among them, give exactly 0.
 
     Args:
-        rewards: (B,) any real type; a non-finite one is refused.
+        rewards: (B,) any number type; a non-finite one is refused.
         group_ids: (B,) integers, in any order.
         population: divide the squares by G instead of G - 1.
         epsilon: added to the deviation.

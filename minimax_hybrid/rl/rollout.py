@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from ..serving import Engine, GenerationParams, Request, Result
 from .batches import Response
 
-PREFILL_CHUNK = 4096  # nobody waits for a first token
+PREFILL_CHUNK = 4096  # no reader waits for a first token
 
 
 @dataclass(frozen=True)

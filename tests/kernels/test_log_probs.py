@@ -34,16 +34,16 @@ def with_gradients(run, hidden: Tensor, weight: Tensor, targets: Tensor) -> list
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("vocab_chunk", CHUNKS)
-@pytest.mark.parametrize("row_chunk", CHUNKS)
+@pytest.mark.parametrize("token_chunk", CHUNKS)
 def test_any_chunk_gives_the_definition_in_value_and_gradients(
-    row_chunk: int, vocab_chunk: int, dtype: torch.dtype
+    token_chunk: int, vocab_chunk: int, dtype: torch.dtype
 ) -> None:
     hidden, weight, targets = inputs(dtype=dtype)
     targets[3] = -100
 
     def chunked(*leaves: Tensor) -> tuple[Tensor, Tensor]:
         return token_log_probs(
-            *leaves, temperature=0.7, entropy=True, row_chunk=row_chunk, vocab_chunk=vocab_chunk
+            *leaves, temperature=0.7, entropy=True, token_chunk=token_chunk, vocab_chunk=vocab_chunk
         )
 
     found = with_gradients(chunked, hidden, weight, targets)
@@ -60,12 +60,12 @@ def test_any_chunk_gives_the_definition_in_value_and_gradients(
 
 @given(st.integers(0, 6), st.integers(1, 20), st.integers(1, 9), st.integers(1, 25), st.floats(0.1, 5))
 def test_any_shape_gives_the_definition(
-    N: int, V: int, row_chunk: int, vocab_chunk: int, temperature: float
+    N: int, V: int, token_chunk: int, vocab_chunk: int, temperature: float
 ) -> None:
     hidden, weight, targets = inputs(N, V, 3, dtype=torch.float64)
     results = token_log_probs(
         hidden, weight, targets,
-        temperature=temperature, entropy=True, row_chunk=row_chunk, vocab_chunk=vocab_chunk,
+        temperature=temperature, entropy=True, token_chunk=token_chunk, vocab_chunk=vocab_chunk,
     )  # fmt: skip
     exact = token_log_probs_reference(hidden, weight, targets, temperature=temperature)
     torch.testing.assert_close(results, exact, rtol=1e-9, atol=1e-12)
@@ -78,7 +78,7 @@ def test_gradients_pass_gradcheck(chunk: int) -> None:
 
     def run(hidden: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         return token_log_probs(
-            hidden, weight, targets, temperature=0.7, entropy=True, row_chunk=chunk, vocab_chunk=chunk
+            hidden, weight, targets, temperature=0.7, entropy=True, token_chunk=chunk, vocab_chunk=chunk
         )
 
     assert torch.autograd.gradcheck(run, (hidden.requires_grad_(), weight.requires_grad_()))
@@ -159,12 +159,12 @@ def test_autocast_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
 
 
-@pytest.mark.parametrize("row_chunk", [1, 100, 1024])
-def test_a_vocabulary_of_200064_gives_the_definition(row_chunk: int) -> None:
+@pytest.mark.parametrize("token_chunk", [1, 100, 1024])
+def test_a_vocabulary_of_200064_gives_the_definition(token_chunk: int) -> None:
     hidden, weight, targets = inputs(8, 200_064, 8)
 
     def chunked(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(*leaves, entropy=True, row_chunk=row_chunk)
+        return token_log_probs(*leaves, entropy=True, token_chunk=token_chunk)
 
     found = with_gradients(chunked, hidden, weight, targets)
     exact = with_gradients(token_log_probs_reference, hidden.double(), weight.double(), targets)
@@ -212,12 +212,12 @@ def test_the_memory_probe_sees_what_the_plain_form_needs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("entropy", [False, True])
 def test_two_chunks_of_logits_are_the_peak_at_vocabulary_200064(entropy: bool, dtype: torch.dtype) -> None:
-    N, V, M, row_chunk, vocab_chunk = 256, 200_064, 8, 128, 8192
+    N, V, M, token_chunk, vocab_chunk = 256, 200_064, 8, 128, 8192
     hidden, weight, targets = inputs(N, V, M, dtype=dtype)
     hidden.requires_grad_(), weight.requires_grad_()
-    chunk = row_chunk * vocab_chunk * 4  # 4 MiB; full logits are 195 MiB
+    chunk = token_chunk * vocab_chunk * 4  # 4 MiB; full logits are 195 MiB
     small = 4 * vocab_chunk * M * 4 + MiB // 4  # chunks of weight and of its gradient; sums over rows
-    options = {"entropy": entropy, "row_chunk": row_chunk, "vocab_chunk": vocab_chunk}
+    options = {"entropy": entropy, "token_chunk": token_chunk, "vocab_chunk": vocab_chunk}
     with Memory() as memory:
         results = token_log_probs(hidden, weight, targets, **options)
         forward = memory.peak
@@ -235,11 +235,11 @@ BAD = {
     "finite and above 0, got 0": lambda h, w, t: token_log_probs(h, w, t, temperature=0.0),
     "above 0, got -1": lambda h, w, t: token_log_probs(h, w, t, temperature=-1.0),
     "above 0, got nan": lambda h, w, t: token_log_probs(h, w, t, temperature=float("nan")),
-    "one for each row": lambda h, w, t: token_log_probs(h, w, t[1:]),
+    "one for each token": lambda h, w, t: token_log_probs(h, w, t[1:]),
     "int64": lambda h, w, t: token_log_probs(h, w, t.int()),
     "with one M": lambda h, w, t: token_log_probs(h[:, 1:], w, t),
     "must be floating": lambda h, w, t: token_log_probs(h, w.int(), t),
-    "chunks must be 1 or more": lambda h, w, t: token_log_probs(h, w, t, row_chunk=0),
+    "chunks must be 1 or more": lambda h, w, t: token_log_probs(h, w, t, token_chunk=0),
     "V, M.* with one M": lambda h, w, t: fp32_linear(h[:, 1:], w),
 }
 

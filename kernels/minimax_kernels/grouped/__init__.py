@@ -1,1 +1,1 @@
-"""A linear layer of many experts, each on its own rows. Read `interface.py` first."""
+"""A linear layer of many experts, each on its own tokens. Read `interface.py` first."""

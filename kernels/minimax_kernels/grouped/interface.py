@@ -1,9 +1,9 @@
 """`grouped_linear`: the matrix product of a mixture of experts, in two forms.
 
-`loop` takes the counts to the host and runs one product for each expert that has rows, so decoding reads no
+`loop` takes the counts to the host and runs one product for each expert that has tokens, so decoding reads no
 other weights. `grouped_mm` is PyTorch's one kernel for all experts, which needs no counts on the host. Two
 holes of PyTorch's own are closed here: its backward refuses expanded gradients (those of `y.sum()`), and
-rows past the last expert's hold whatever was in memory.
+tokens past the last expert's get whatever was in memory.
 
 On a CPU PyTorch's is a loop as well, over MKL in float32. AMD EPYC (Zen 5), 2 threads, torch 2.13, E = 8,
 K = 512, N = 2048; `plain` is a loop of F.linear:
@@ -34,21 +34,21 @@ NAMES = ("reference", "loop", "grouped_mm")
 def grouped_linear(
     x: Tensor, weight: Tensor, tokens_per_expert: Tensor, *, backend: GroupedBackend = "auto"
 ) -> Tensor:
-    """Each expert's linear layer on its own rows of x.
+    """Each expert's linear layer on its own tokens x.
 
-        out[r] = weight[e] @ x[r]        for the rows r of expert e
+        out[r] = weight[e] @ x[r]        for the tokens r of expert e
 
-    Differentiable in x and weight: an expert without rows has a gradient of zeros, and an empty x stays in
+    Differentiable in x and weight: an expert without tokens has a gradient of zeros, and an empty x stays in
     the graph. Follows autocast as `torch.nn.functional.linear` does.
 
     Args:
-        x: (R, K), rows sorted by expert.
+        x: (R, K), tokens sorted by expert.
         weight: (E, N, K), of x's type.
-        tokens_per_expert: (E,) int32 or int64 rows of each expert, at most R in all.
+        tokens_per_expert: (E,) int32 or int64, how many each expert has, at most R in all.
         backend: "auto", "reference", "loop" or "grouped_mm".
 
     Returns:
-        out (R, N) in x's type; rows that no expert owns are zero.
+        out (R, N) in x's type; zero for tokens that no expert has.
 
     Raises:
         ValueError: shapes, types or counts that do not fit; `grouped_mm` cannot check counts on a GPU.

@@ -1,4 +1,4 @@
-"""Lightning attention token by token: the definition every other backend is held to.
+"""Lightning attention token by token: the definition that every other backend must meet.
 
 state[t] = exp(log_decay) * state[t-1] + outer(k[t], v[t])
 out[t]   = q[t] @ state[t]

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens by chunks of rows and vocabulary, with their own backward.
+"""Log-probabilities of given tokens by chunks of tokens and vocabulary, with their own backward.
 
 With z = hidden @ weight.T / temperature, and over the whole vocabulary m = max z, s = sum exp(z - m):
 
@@ -8,7 +8,7 @@ With z = hidden @ weight.T / temperature, and over the whole vocabulary m = max 
     d entropy       / dz[j] = -p[j] (log p[j] + entropy)
 
 Forward and backward each make the logits of a chunk, use them and drop them. The vocabulary is the outer
-loop, so a chunk of the weight, and of its gradient, is turned into float32 once for all rows.
+loop, so a chunk of the weight, and of its gradient, is turned into float32 once for all tokens.
 """
 
 from dataclasses import dataclass
@@ -26,11 +26,11 @@ from ..head import logits_slice
 @dataclass(frozen=True)
 class Chunks:
     temperature: float
-    rows: int
+    tokens: int
     vocab: int
 
-    def of_rows(self, hidden: Tensor) -> list[slice]:
-        return [slice(n, n + self.rows) for n in range(0, len(hidden), self.rows)]
+    def of_tokens(self, hidden: Tensor) -> list[slice]:
+        return [slice(n, n + self.tokens) for n in range(0, len(hidden), self.tokens)]
 
     def of_vocab(self, weight: Tensor) -> list[slice]:
         return [slice(v, v + self.vocab) for v in range(0, len(weight), self.vocab)]
@@ -48,9 +48,9 @@ class TokenLogProbs(torch.autograd.Function):
         sums = _Sums.empty(len(hidden), accumulation_dtype(hidden, weight), hidden.device)
         with full_float32(hidden):
             for columns in chunks.of_vocab(weight):
-                for rows in chunks.of_rows(hidden):
-                    z = _scaled_logits(hidden[rows], weight[columns], sums.top.dtype, chunks)
-                    sums.add(z, rows, targets[rows] - columns.start, with_entropy)
+                for chunk in chunks.of_tokens(hidden):
+                    z = _scaled_logits(hidden[chunk], weight[columns], sums.top.dtype, chunks)
+                    sums.add(z, chunk, targets[chunk] - columns.start, with_entropy)
                     del z
         log_sum = sums.total.log()
         entropy = log_sum - sums.moment / sums.total if with_entropy else None
@@ -74,31 +74,33 @@ class TokenLogProbs(torch.autograd.Function):
                 part = weight[columns]  # (Vc, M)
                 part_work = part.to(work)
                 dpart = None
-                for rows in ctx.chunks.of_rows(hidden):
-                    log_p = _scaled_logits(hidden[rows], part, work, ctx.chunks).sub_(normaliser[rows, None])
+                for chunk in ctx.chunks.of_tokens(hidden):
+                    log_p = _scaled_logits(hidden[chunk], part, work, ctx.chunks)
+                    log_p.sub_(normaliser[chunk, None])
                     if dentropy is None:
-                        dz = log_p.exp_().mul_(-dlog_probs[rows, None])
+                        dz = log_p.exp_().mul_(-dlog_probs[chunk, None])
                     else:
-                        dz = _dz_with_entropy(log_p, dlog_probs[rows], dentropy[rows], entropy[rows])
+                        dz = _dz_with_entropy(log_p, dlog_probs[chunk], dentropy[chunk], entropy[chunk])
                     del log_p
-                    inside, column = _find(targets[rows] - columns.start, len(part))
-                    dz.scatter_add_(1, column[:, None], (dlog_probs[rows] * inside)[:, None])
+                    inside, column = _find(targets[chunk] - columns.start, len(part))
+                    dz.scatter_add_(1, column[:, None], (dlog_probs[chunk] * inside)[:, None])
                     dz.div_(ctx.chunks.temperature)
                     if dhidden is not None:
-                        dhidden[rows] += matmul_nt(dz, part_work.mT)
+                        dhidden[chunk] += matmul_nt(dz, part_work.mT)
                     if dweight is not None:
-                        more = matmul_nt(dz.mT, hidden[rows].to(work).mT)
+                        more = matmul_nt(dz.mT, hidden[chunk].to(work).mT)
                         dpart = more if dpart is None else dpart.add_(more)
                         del more
                     del dz
                 if dweight is not None:
-                    dweight[columns] = 0 if dpart is None else dpart  # no rows: None
+                    # without tokens there is none
+                    dweight[columns] = 0 if dpart is None else dpart
         return None if dhidden is None else dhidden.to(hidden.dtype), dweight, None, None, None
 
 
 @dataclass
 class _Sums:
-    """What each row has gathered from the columns seen so far, (N,) each."""
+    """What each token has gathered from the columns seen so far, (N,) each."""
 
     top: Tensor  # m
     total: Tensor  # s
@@ -110,21 +112,21 @@ class _Sums:
         top = torch.full((N,), torch.finfo(dtype).min, dtype=dtype, device=device)
         return cls(top, *(torch.zeros_like(top) for _ in range(3)))
 
-    def add(self, z: Tensor, rows: slice, column: Tensor, with_entropy: bool) -> None:
+    def add(self, z: Tensor, chunk: slice, column: Tensor, with_entropy: bool) -> None:
         """Take in logits (Nc, Vc), overwriting them; a target is at its `column` (Nc,) if that is in them."""
         inside, column = _find(column, z.shape[1])
-        self.target[rows] += z.gather(1, column[:, None])[:, 0] * inside
-        top = torch.maximum(self.top[rows], z.amax(1))
-        drop = self.top[rows] - top
-        fade = drop.exp()
+        self.target[chunk] += z.gather(1, column[:, None])[:, 0] * inside
+        top = torch.maximum(self.top[chunk], z.amax(1))
+        drop = self.top[chunk] - top
+        scale = drop.exp()
         z.sub_(top[:, None])
         if with_entropy:
             p = z.exp()
-            self.moment[rows] = fade * (self.moment[rows] + self.total[rows] * drop) + z.mul_(p).sum(1)
+            self.moment[chunk] = scale * (self.moment[chunk] + self.total[chunk] * drop) + z.mul_(p).sum(1)
         else:
             p = z.exp_()
-        self.total[rows] = fade * self.total[rows] + p.sum(1)
-        self.top[rows] = top
+        self.total[chunk] = scale * self.total[chunk] + p.sum(1)
+        self.top[chunk] = top
 
 
 def _scaled_logits(hidden: Tensor, weight: Tensor, dtype: torch.dtype, chunks: Chunks) -> Tensor:

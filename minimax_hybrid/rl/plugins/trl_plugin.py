@@ -2,7 +2,7 @@
 
 TRL's CISPO clamps the ratio at `epsilon_high` itself (not at one plus it), and takes 0.2 where nothing is
 given: a bound below every ratio. Its two-sided losses clip at 1 - epsilon and 1 + epsilon_high. It adds the
-router's balance loss with the model's own coefficient unless told not to, and its AdamW is not the report's.
+router's balance loss with the model's own coefficient unless switched off, and its AdamW is not the report's.
 """
 
 import math
