@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 
 from minimax_kernels import BLOCK, BlockMemory
-from minimax_kernels.backends import tracked
+from minimax_kernels.backends import tracked, writable
 
 from .config import LIGHTNING, MiniMaxM1Config
 
@@ -264,8 +264,3 @@ class SoftmaxCacheLayer(DynamicLayer):
         inside = self.keys.numel() == 0 or self.keys.data_ptr() == room.data_ptr()
         fits = self.keys.shape[0] in (0, room.shape[0]) and length <= room.shape[2]
         return inside and fits and room.dtype == dtype and writable(room)
-
-
-def writable(x: Tensor) -> bool:
-    """Whether this mode may write into x: not into an inference tensor outside inference mode."""
-    return not x.is_inference() or torch.is_inference_mode_enabled()

@@ -22,7 +22,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from .cache import HybridCache
+from .cache import MAX_ROLLBACK, HybridCache
 from .compat import CACHE_NAME
 from .config import MiniMaxM1Config
 
@@ -172,7 +172,7 @@ class HybridGenerationMixin(GenerationMixin):
         self, setting: Callable[[str], Any], assistant: PreTrainedModel | None, cache: HybridCache | None
     ) -> bool:
         """Whether tokens are drafted before they are chosen; a ValueError if the cache cannot undo them."""
-        limit = (cache if isinstance(cache, HybridCache) else HybridCache(self.config)).max_rollback
+        limit = cache.max_rollback if isinstance(cache, HybridCache) else MAX_ROLLBACK
         if setting("assistant_early_exit"):
             raise ValueError(
                 "assistant_early_exit drafts with the first layers of this model, whose caches would then "

@@ -17,16 +17,17 @@ from transformers.activations import ACT2FN
 
 from minimax_kernels import (
     BlockMemory,
+    current_state,
     extend,
     extend_packed,
+    fold,
     lightning_attention,
     lightning_decode,
     padded_lightning_attention,
 )
-from minimax_kernels.backends import Backend, tracing, tracked
-from minimax_kernels.lightning.extend import current_state, fold
+from minimax_kernels.backends import Backend, tracing, tracked, writable
 
-from .cache import HybridCache, LightningCacheLayer, writable
+from .cache import HybridCache, LightningCacheLayer
 from .config import MiniMaxM1Config
 from .layers import BiasFreeLinear, RMSNorm
 from .sequences import SequenceMetadata
@@ -105,10 +106,10 @@ class LightningAttention(nn.Module):
             layer.put(memory, T)
             return out
         memory = layer.memory(k, v)
-        one_token = T == 1 and sequences.token_mask is None and layer.may_fold
-        if layer.may_fold and not (one_token and memory.is_one_block()):
+        can_decode = T == 1 and sequences.token_mask is None and layer.may_fold
+        if layer.may_fold and not (can_decode and memory.is_one_block()):  # a decode step folds by itself
             memory = fold(memory, log_decay)
-        if one_token and not tracked(q, k, v, *memory):
+        if can_decode and not tracked(q, k, v, *memory):
             memory = _owned(memory)
             out = lightning_decode(q, k, v, log_decay, memory, backend=self.backend)
         else:

@@ -86,10 +86,10 @@ class MiniMaxM1Model(HybridPreTrainedModel):
             `last_hidden_state` (B, T, M); `hidden_states` has L + 1 entries, the last one after the final
             norm; `router_logits` are L tensors (B * T, E); `attentions` have None in lightning layers.
         """
-        given = [name for name in _FLASH_BOUNDS if kwargs.get(name) is not None]
-        if given and position_ids is None:
+        bounds = [name for name in _FLASH_BOUNDS if kwargs.get(name) is not None]
+        if bounds and position_ids is None:
             raise ValueError(
-                f"{given[0]} bounds packed documents for one attention kernel only; give position_ids that "
+                f"{bounds[0]} bounds packed documents for one attention kernel only; give position_ids that "
                 "restart at each document, which every layer follows"
             )
         cache = _one_cache(cache, past_key_values)
@@ -271,10 +271,15 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         """
         wants_router = _asked(output_router_logits, self.config.output_router_logits)
         cache = _one_cache(cache, past_key_values)
+        x = inputs_embeds if input_ids is None else input_ids
         sequences = None
-        given = labels if scoring is None else input_ids
-        if given is not None:
-            sequences = self.model.find_sequences(given, attention_mask, position_ids, cache)
+        if x is not None and (labels is not None or scoring is not None or wants_router):
+            if labels is not None and labels.shape != x.shape[:2]:
+                raise ValueError(
+                    f"labels must be (B, T) = {tuple(x.shape[:2])}, one for each position, got "
+                    f"{tuple(labels.shape)}; label -100 where nothing is to be learnt"
+                )
+            sequences = self.model.find_sequences(x, attention_mask, position_ids, cache)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -299,7 +304,7 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
         kept = logits_to_keep if isinstance(logits_to_keep, Tensor) else slice(-logits_to_keep, None)
         logits = compute_logits(self.lm_head, hidden[:, kept], head_dtype=self.config.head_dtype)
         loss = aux_loss = None
-        if sequences is not None:
+        if labels is not None and sequences is not None:
             targets = sequences.next_tokens(labels)
             learnt = (targets != IGNORED).sum()
             total = kwargs.pop("num_items_in_batch", None)
@@ -307,10 +312,9 @@ class MiniMaxM1ForCausalLM(HybridPreTrainedModel, HybridGenerationMixin, Generat
             loss = self.loss_function(
                 logits, None, self.vocab_size, num_items_in_batch=total, shift_labels=targets, **kwargs
             )
-        if wants_router:
-            token_mask = None if attention_mask is None else attention_mask[:, -hidden.shape[1] :] != 0
+        if wants_router and sequences is not None:
             expert_ids = outputs.routed_experts.flatten(0, 1).unbind(1)
-            aux_loss = load_balancing_loss(outputs.router_logits, expert_ids, token_mask)
+            aux_loss = load_balancing_loss(outputs.router_logits, expert_ids, sequences.token_mask)
             if loss is not None:
                 # a micro-batch counts by its share of the tokens, so that all of them add up to one loss
                 loss = loss + self.config.router_aux_loss_coef * (learnt / total) * aux_loss.to(loss.device)

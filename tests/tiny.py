@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from minimax_hybrid import HybridCache, MiniMaxM1Config, MiniMaxM1ForCausalLM
 from minimax_hybrid.lightning_attention import layer_log_decay
-from minimax_kernels.lightning.extend import current_state
+from minimax_kernels import current_state
 
 V = 32
 KINDS = [0, 1, 0, 0]  # a lightning layer first: nothing may rely on the length of layer 0's keys

@@ -3,7 +3,7 @@
 from .gemm import linear
 from .grouped.interface import grouped_linear
 from .head import fp32_linear
-from .lightning.extend import extend, extend_packed, padded_lightning_attention
+from .lightning.extend import current_state, extend, extend_packed, fold, padded_lightning_attention
 from .lightning.interface import lightning_attention, lightning_decode
 from .lightning.memory import BLOCK, BlockMemory
 from .log_probs.interface import token_log_probs
@@ -16,8 +16,10 @@ __all__ = [
     "BlockMemory",
     "IGNORED",
     "cu_seqlens_from_lengths",
+    "current_state",
     "extend",
     "extend_packed",
+    "fold",
     "fp32_linear",
     "grouped_linear",
     "lightning_attention",

@@ -79,6 +79,11 @@ def tracing() -> bool:
     return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
+def writable(x: Tensor) -> bool:
+    """Whether this mode may write into x: not into an inference tensor outside inference mode."""
+    return not x.is_inference() or torch.is_inference_mode_enabled()
+
+
 def can_check_values(x: Tensor) -> bool:
     """Whether a check may read values: not on a GPU, which would wait, nor in a trace."""
     return x.device.type == "cpu" and not tracing()

@@ -6,8 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from minimax_kernels import BLOCK, BlockMemory, extend, extend_packed, lightning_attention
-from minimax_kernels.lightning.extend import current_state, fold
+from minimax_kernels import (
+    BLOCK,
+    BlockMemory,
+    current_state,
+    extend,
+    extend_packed,
+    fold,
+    lightning_attention,
+)
 
 LOG_DECAY = torch.tensor([-0.9, -0.01])
 

@@ -26,8 +26,7 @@ from transformers import DynamicCache
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
 from minimax_hybrid.lightning_attention import layer_log_decay
-from minimax_kernels import BlockMemory, extend, lightning_attention
-from minimax_kernels.lightning.extend import current_state, fold
+from minimax_kernels import BlockMemory, current_state, extend, fold, lightning_attention
 
 NET = model()
 BORDERS = [63, 64, 65, 128]
@@ -106,7 +105,7 @@ def test_the_current_state_is_the_recurrence(T: int) -> None:
     q, k, v = attention.act(attention.qkv_proj(h)).view(2, T, H, 3 * D).split(D, dim=-1)
     decay = layer_log_decay(H, 0, len(KINDS), device=h.device)
     _, state = lightning_attention(*(x.double() for x in (q, k, v)), decay, backend="reference")
-    assert_close(current_state_of(cache, 0).double(), state.detach())
+    assert_close(attention.current_state(cache).double(), state.detach())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -301,3 +301,9 @@ def test_an_empty_input_is_refused_and_leaves_a_cache_as_it_is(shape: tuple[int,
 
 
 # Decode and forward, bit by bit
+
+
+def test_labels_of_another_shape_are_refused() -> None:
+    net = model()
+    with pytest.raises(ValueError, match=r"labels must be \(B, T\) = \(2, 9\).*got \(2, 8\)"):
+        net(tokens(2, 9), labels=tokens(2, 8))

@@ -156,7 +156,8 @@ def extend_packed(
     rank = last_document.long().cumsum(1) - 1
     folded = _foldable(last_document.sum(1), max_rollback)  # (B,)
     tail = last_document & (rank >= folded[:, None])
-    # A long last document is cut where its memory begins, so that its state there is a final state.
+    # A long last document is cut where its memory begins, so that its state there is a final state. What
+    # follows the cut starts from zeros here, and is computed again from that state where there is one.
     start = (~tail).sum(1) + torch.arange(B, device=q.device) * T  # (B,)
     bounds = torch.cat([cu_seqlens.long(), start]).unique()
     out, states = lightning_attention(
@@ -219,6 +220,7 @@ def _advanced(memory: BlockMemory, log_decay: Tensor, seqlens: Tensor) -> Tensor
     mask = None
     if min(lengths) != longest:
         mask = torch.arange(longest, device=seqlens.device) < seqlens[:, None]
+    # only the state counts, so any q serves
     return padded_lightning_attention(k, k, v, log_decay, token_mask=mask, initial_state=memory.state)[1]
 
 
