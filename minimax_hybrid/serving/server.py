@@ -71,7 +71,7 @@ def serve(engine: Engine, tokenizer: PreTrainedTokenizerBase, settings: ServerSe
         timeout_graceful_shutdown=settings.drain_seconds,
     )  # fmt: skip
     # uvicorn drains at a signal and then raises it again; for us the drained end is the good end
-    signal.signal(signal.SIGTERM, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     _Server(config).run(sockets=[config.bind_socket()])
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import TypeVar, cast
 
@@ -183,9 +184,14 @@ class EngineWorker:
             self._loop.call_soon_threadsafe(call)
 
     def _run(self) -> None:
-        while self._take_commands():
-            if self._running:
-                self._step()
+        while True:
+            try:
+                if not self._take_commands():
+                    return
+                if self._running:
+                    self._step()
+            except Exception as error:  # whatever fails, the thread stays: others wait for it
+                self._give_up(error)
 
     def _take_commands(self) -> bool:
         """Obey all that wait, or wait for one where nothing runs; False at the end."""
@@ -197,15 +203,7 @@ class EngineWorker:
         return True
 
     def _step(self) -> None:
-        try:
-            updates = self.engine.step()
-        except Exception as error:
-            _log.exception("a step of the engine failed; its requests are given up")
-            generations = list({id(g): g for g, _ in self._running.values()}.values())
-            for request_id in [*self._running]:
-                self._cancel_id(request_id)
-            self._on_loop(lambda failed=error: self._fail(generations, failed))  # type: ignore[misc]
-            return
+        updates = self.engine.step()
         known = [
             (*self._running[update.request_id], update)
             for update in updates
@@ -215,6 +213,15 @@ class EngineWorker:
             if update.finish_reason is not None:
                 self._running.pop(update.request_id, None)
         self._on_loop(lambda: self._deliver(known))
+
+    def _give_up(self, error: Exception) -> None:
+        """End every request that runs with an error; the engine is tidied as far as it lets us."""
+        _log.error("the engine failed; its requests are given up", exc_info=error)
+        generations = list({id(generation): generation for generation, _ in self._running.values()}.values())
+        for request_id in [*self._running]:
+            with suppress(Exception):
+                self._cancel_id(request_id)
+        self._on_loop(lambda: self._fail(generations, error))
 
     def _submit(self, requests: Sequence[Request], generation: Generation) -> None:
         for which, request in enumerate(requests):

@@ -1,6 +1,9 @@
 """Good and bad requests, to an application in this process with the demo model."""
 
+import json
+import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ pytest.importorskip("httpx")
 
 from fastapi.testclient import TestClient
 
+from minimax_hybrid import MiniMaxM1ForCausalLM
 from minimax_hybrid.serving.engine import Engine
 from minimax_hybrid.serving.server import ServerSettings, create_app
 from minimax_hybrid.text import DEMO, load_model, load_tokenizer
@@ -22,12 +26,24 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[TestClient]:
+def model() -> MiniMaxM1ForCausalLM:
+    return load_model(DEMO, dtype="float32")
+
+
+@contextmanager
+def served(model: MiniMaxM1ForCausalLM, *, template: str | None = None) -> Iterator[TestClient]:
     tokenizer = load_tokenizer(DEMO)
-    engine = Engine(load_model(DEMO, dtype="float32"), tokenizer, max_batch=4)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    engine = Engine(model, tokenizer, max_batch=4)
     settings = ServerSettings(name="demo", api_key="open sesame", max_body_bytes=100_000, max_pending=4)
     app = create_app(engine, tokenizer, settings)
     with TestClient(app, headers=KEY, raise_server_exceptions=False) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(model: MiniMaxM1ForCausalLM) -> Iterator[TestClient]:
+    with served(model) as client:
         yield client
 
 
@@ -76,9 +92,6 @@ def error_of(response: Any, status: int) -> dict[str, Any]:
     ],
 )
 def test_a_bad_request_is_refused_in_words(client, fields, words):
-    import json
-    import re
-
     body = {"model": "demo", "messages": SUM} | fields
     headers = {"Content-Type": "application/json"}
     response = client.post("/v1/chat/completions", content=json.dumps(body), headers=headers)
@@ -110,6 +123,47 @@ def test_whatever_is_sent_is_answered_in_the_same_form(client, method, path, con
 
 def test_a_body_of_unknown_length_is_cut_off(client):
     error_of(client.post("/v1/completions", content=(b" " * 10_000 for _ in range(20))), 413)
+
+
+def test_a_request_that_breaks_the_model_is_a_500_and_the_next_is_answered(client, model):
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no such kernel")
+
+    hook = model.register_forward_hook(fail)
+    try:
+        whole = chat(client)
+        stream = client.post(
+            "/v1/chat/completions", json={"model": "demo", "messages": SUM, "stream": True, "seed": 1}
+        )
+    finally:
+        hook.remove()
+    assert error_of(whole, 500)["code"] == "engine_failed"
+    assert stream.status_code == 200 and '"engine_failed"' in stream.text and "[DONE]" not in stream.text
+    assert client.get("/health").status_code == 200
+    assert chat(client).status_code == 200
+
+
+def test_tools_are_shown_to_a_model_whose_template_has_them(model):
+    template = (
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+        "{% for message in messages %}{{ message['content'] }}\n{% endfor %}"
+    )
+    call = {"id": "7", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    turns = [
+        *SUM,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "7", "content": "sunny"},
+    ]
+    with served(model, template=template) as client:
+        plain, with_tools = (chat(client, messages=turns, tools=tools) for tools in (None, [TOOL]))
+        assert plain.status_code == with_tools.status_code == 200, with_tools.text
+        tokens = [answer.json()["usage"]["prompt_tokens"] for answer in (plain, with_tools)]
+        assert tokens[0] > len("12+34=") + len('{"name": "weather", "arguments": {"city": "Paris"}}')
+        assert tokens[1] > tokens[0] + len(json.dumps(TOOL)) // 2
+        assert (
+            chat(client, messages=turns, tools=[TOOL], tool_choice="none").json()["usage"]["prompt_tokens"]
+            == tokens[0]
+        )
 
 
 JSON = st.recursive(
