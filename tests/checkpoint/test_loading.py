@@ -325,17 +325,8 @@ def test_the_full_model_would_write_the_published_tensors() -> None:
     assert counts.total() == expected["num_tensors"]
 
 
-def test_the_folder_may_be_given_by_keyword(tmp_path):
-    saved = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(num_hidden_layers=2))
-    saved.save_pretrained(tmp_path)
-    loaded = MiniMaxM1ForCausalLM.from_pretrained(pretrained_model_name_or_path=tmp_path)
-    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in saved.state_dict().items())
-
-
-def test_weights_may_be_given_instead_of_a_folder():
-    saved = MiniMaxM1ForCausalLM(MiniMaxM1Config.tiny(num_hidden_layers=2))
-    loaded = MiniMaxM1ForCausalLM.from_pretrained(None, config=saved.config, state_dict=saved.state_dict())
-    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in saved.state_dict().items())
+def test_the_folder_may_be_given_by_keyword(good: Path, small: nn.Module) -> None:
+    assert_same_weights(MiniMaxM1ForCausalLM.from_pretrained(pretrained_model_name_or_path=good), small)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from minimax_hybrid.checkpoint.headers import INDEX, SINGLE, read_headers
 
 EXPERT = "model.layers.1.block_sparse_moe.experts.10.w1.weight"
 NORM = "model.layers.2.input_layernorm.weight"
+OUTER = NORM.replace("input", "outer")
 STACK = "model.layers.1.block_sparse_moe.experts.gate_up_proj"
 
 
@@ -37,52 +37,39 @@ def no_tensor_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("transformers.modeling_utils.safe_open", refuse)
 
 
-def drop_expert(tensors: dict[str, Tensor]) -> None:
-    del tensors[EXPERT]
+# Names and what becomes of their tensors; None takes one away.
+Damage = dict[str, Tensor | None]
+EMBEDDING, EXTRA = "model.embed_tokens.weight", "model.layers.0.self_attn.extra.weight"
+DROPPED: Damage = {EXPERT: None}
+RENAMED: Damage = {NORM: None, OUTER: torch.ones(32)}
+SHORTENED: Damage = {EMBEDDING: torch.ones(60, 32)}
+ADDED: Damage = {EXTRA: torch.zeros(3)}
+SECOND, LATER, MORE = "model.layers.0.mlp.gate.weight", NORM.replace("2", "3"), EXPERT.replace("10", "12")
+DAMAGES = {
+    "an expert dropped": (DROPPED, [f"missing: {EXPERT}"]),
+    "a norm renamed": (RENAMED, [f"missing: {NORM}", f"unexpected: {OUTER} (in model-0"]),
+    "a shorter embedding": (SHORTENED, [f"shape: {EMBEDDING} (in model-0", "(60, 32)", "(61, 32)"]),
+    "a tensor added": (ADDED, [f"unexpected: {EXTRA} (in model-0"]),
+    "one of the other layout added": ({SECOND: torch.ones(12, 32)}, [f"unexpected: {SECOND}"]),
+    "one layer more": ({LATER: torch.ones(32)}, [f"unexpected: {LATER}"]),
+    "one expert more": ({MORE: torch.ones(16, 32)}, [f"unexpected: {MORE}"]),
+    "a narrow expert": ({EXPERT: torch.ones(16, 31)}, [f"shape: {EXPERT}", "(16, 31)", "(16, 32)"]),
+}
 
 
-def rename_norm(tensors: dict[str, Tensor]) -> None:
-    tensors[NORM.replace("input", "outer")] = tensors.pop(NORM)
-
-
-def shorten_embedding(tensors: dict[str, Tensor]) -> None:
-    tensors["model.embed_tokens.weight"] = tensors["model.embed_tokens.weight"][:-1].clone()
-
-
-def add_unknown(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.self_attn.extra.weight"] = torch.zeros(3)
-
-
-def repeat_in_the_other_layout(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(12, 32)
-
-
-def one_layer_more(tensors: dict[str, Tensor]) -> None:
-    tensors["model.layers.3.input_layernorm.weight"] = torch.zeros(32)
-
-
-def one_expert_more(tensors: dict[str, Tensor]) -> None:
-    tensors[EXPERT.replace("10", "12")] = torch.zeros(16, 32)
-
-
-def narrow_expert(tensors: dict[str, Tensor]) -> None:
-    tensors[EXPERT] = tensors[EXPERT][:, :-1].clone()
-
-
-DAMAGES = [
-    (drop_expert, [f"missing: {EXPERT}"]),
-    (rename_norm, [f"missing: {NORM}", f"unexpected: {NORM.replace('input', 'outer')} (in model-0"]),
-    (shorten_embedding, ["shape: model.embed_tokens.weight (in model-0", "(60, 32)", "(61, 32)"]),
-    (add_unknown, ["unexpected: model.layers.0.self_attn.extra.weight (in model-0"]),
-    (repeat_in_the_other_layout, ["unexpected: model.layers.0.mlp.gate.weight"]),
-    (one_layer_more, ["unexpected: model.layers.3.input_layernorm.weight"]),
-    (one_expert_more, [f"unexpected: {EXPERT.replace('10', '12')}"]),
-    (narrow_expert, [f"shape: {EXPERT}", "(16, 31)", "(16, 32)"]),
-]
+def damaged(folder: Path, *damages: Damage) -> dict[str, Tensor]:
+    """The weights in a folder, changed."""
+    tensors = weights_in(folder)
+    for name, tensor in (change for damage in damages for change in damage.items()):
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor.clone()
+    return tensors
 
 
 class TestStrict:
-    @pytest.mark.parametrize("damage, named", DAMAGES, ids=[damage.__name__ for damage, _ in DAMAGES])
+    @pytest.mark.parametrize("damage, named", DAMAGES.values(), ids=DAMAGES)
     @pytest.mark.parametrize("load", [MiniMaxM1ForCausalLM, AutoModelForCausalLM])
     def test_weights_that_do_not_fit_are_refused_by_name_before_any_is_read(
         self,
@@ -90,18 +77,16 @@ class TestStrict:
         tmp_path: Path,
         no_tensor_is_read: None,
         load: Any,
-        damage: Callable[[dict[str, Tensor]], None],
+        damage: Damage,
         named: list[str],
     ) -> None:
-        tensors = weights_in(good)
-        damage(tensors)
-        save(tmp_path, tensors, shards=2, config=good)
+        save(tmp_path, damaged(good, damage), shards=2, config=good)
         with pytest.raises(ValueError) as refusal:
             load.from_pretrained(tmp_path)
         assert str(tmp_path) in str(refusal.value) and "strict=False" in str(refusal.value)
         for words in named:
             assert words in str(refusal.value)
-        assert len(str(refusal.value).splitlines()) == 1 + (2 if damage is rename_norm else 1)
+        assert len(str(refusal.value).splitlines()) == 1 + (2 if damage is RENAMED else 1)
 
     def test_a_long_list_is_cut(self, good: Path, tmp_path: Path) -> None:
         save(tmp_path, {"model.norm.weight": torch.zeros(32)}, config=good)
@@ -229,22 +214,16 @@ class TestLenient:
         assert_same_weights(found, small.model)
 
     def test_the_three_lists_name_what_was_wrong(self, good: Path, small: nn.Module, tmp_path: Path) -> None:
-        tensors = weights_in(good)
-        for damage in (rename_norm, shorten_embedding, add_unknown):
-            damage(tensors)
+        tensors = damaged(good, RENAMED, SHORTENED, ADDED)
         found, info = self.load(save(tmp_path, tensors, config=good))
         assert info["missing_keys"] == {NORM}
-        assert info["unexpected_keys"] == {
-            NORM.replace("input", "outer"),
-            "model.layers.0.self_attn.extra.weight",
-        }
-        assert info["mismatched_keys"] == {("model.embed_tokens.weight", (60, 32), (61, 32))}
+        assert info["unexpected_keys"] == {OUTER, EXTRA}
+        assert info["mismatched_keys"] == {(EMBEDDING, (60, 32), (61, 32))}
         assert torch.equal(found.get_parameter(NORM), torch.ones(32))
         assert 0.01 < found.model.embed_tokens.weight.std() < 0.03
         assert found.model.embed_tokens.weight.norm(dim=-1).min() > 0
-        changed = {NORM, "model.embed_tokens.weight"}
         for name, tensor in found.state_dict().items():
-            assert torch.equal(tensor, small.state_dict()[name]) == (name not in changed), name
+            assert torch.equal(tensor, small.state_dict()[name]) == (name not in {NORM, EMBEDDING}), name
 
     def test_a_stack_of_the_other_layout_may_be_absent(
         self, small: nn.Module, good: Path, tmp_path: Path
@@ -267,19 +246,14 @@ class TestLenient:
         assert router.dtype == torch.float32 and 0.01 < router.std() < 0.03
 
     def test_auto_classes_are_lenient_on_request(self, good: Path, tmp_path: Path) -> None:
-        tensors = weights_in(good)
-        add_unknown(tensors)
-        save(tmp_path, tensors, config=good)
+        save(tmp_path, damaged(good, ADDED), config=good)
         with pytest.warns(UserWarning, match=r"unexpected: model\.layers\.0\.self_attn\.extra\.weight"):
             AutoModelForCausalLM.from_pretrained(tmp_path, strict=False)
 
     def test_wrong_sizes_alone_can_be_allowed(self, good: Path, tmp_path: Path) -> None:
-        tensors = weights_in(good)
-        shorten_embedding(tensors)
-        save(tmp_path, tensors, config=good)
+        save(tmp_path, damaged(good, SHORTENED), config=good)
         with pytest.warns(UserWarning, match="embed_tokens"):
             MiniMaxM1ForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
-        drop_expert(tensors)
-        save(tmp_path, tensors)
+        save(tmp_path, damaged(good, SHORTENED, DROPPED))
         with pytest.raises(ValueError, match=EXPERT):
             MiniMaxM1ForCausalLM.from_pretrained(tmp_path, ignore_mismatched_sizes=True)

@@ -1,8 +1,10 @@
 """Laws of lightning attention that hold for any lengths, packings, splits and decays, on every backend."""
 
+from itertools import pairwise
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from support import LightningInputs, backend_results, lengths, lightning_inputs, packed_lengths
 
@@ -25,30 +27,22 @@ def run(inputs: LightningInputs, backend: str, rows: slice, state: torch.Tensor 
     )
 
 
-@given(T=lengths, cut=st.floats(0, 1), decay=decays)
+@given(T=lengths, cuts=st.lists(st.floats(0, 1), min_size=1, max_size=3), decay=decays)
+@example(T=37, cuts=[17 / 37, 18 / 37], decay=0.917004)
+@example(T=37, cuts=[36 / 37], decay=0.917004)
+@example(T=37, cuts=[1 / 37], decay=0.004)
+@example(T=37, cuts=[16 / 37, 32 / 37], decay=0.917004)
 def test_splitting_a_sequence_changes_nothing(
-    backend: str, device: str, T: int, cut: float, decay: float
+    backend: str, device: str, T: int, cuts: list[float], decay: float
 ) -> None:
     inputs = lightning_inputs(B=1, T=T, H=1, log_decay=[-decay], device=device)
-    middle = round(cut * T)
     whole, last = run(inputs, backend, slice(None), inputs.state)
-    left, carried = run(inputs, backend, slice(0, middle), inputs.state)
-    right, split_last = run(inputs, backend, slice(middle, None), carried)
-    close(torch.cat([left, right], dim=1), whole)
-    close(split_last, last)
-
-
-@pytest.mark.parametrize("pieces", [[17, 1, 19], [36, 1], [1, 36], [16, 16, 5]], ids=str)
-def test_prefill_in_pieces_equals_one_shot(backend: str, device: str, pieces: list[int]) -> None:
-    inputs = lightning_inputs(B=2, T=37, Dk=32, Dv=32, device=device)
-    whole, last = run(inputs, backend, slice(None), None)
-    outs, state, start = [], None, 0
-    for length in pieces:
-        out, state = run(inputs, backend, slice(start, start + length), state)
+    outs, state = [], inputs.state
+    for start, end in pairwise([0, *sorted(round(cut * T) for cut in cuts), T]):
+        out, state = run(inputs, backend, slice(start, end), state)
         outs.append(out)
-        start += length
-    torch.testing.assert_close(torch.cat(outs, dim=1), whole, rtol=0, atol=1e-5)
-    torch.testing.assert_close(state, last, rtol=0, atol=1e-5)
+    close(torch.cat(outs, dim=1), whole)
+    close(state, last)
 
 
 def test_a_split_at_a_block_boundary_changes_no_bit(backend: str, device: str) -> None:

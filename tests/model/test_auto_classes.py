@@ -75,8 +75,11 @@ def test_importing_the_package_imports_neither_torch_nor_transformers():
     )
 
 
-def test_importing_the_objective_imports_no_transformers():
-    run_python("import sys, minimax_hybrid.rl.objective; assert 'transformers' not in sys.modules")
+def test_importing_the_objective_imports_neither_transformers_nor_the_model():
+    run_python(
+        "import sys, minimax_hybrid.rl.advantages, minimax_hybrid.rl.objective\n"
+        "assert not {'transformers', 'minimax_hybrid.model'} & {*sys.modules}"
+    )
 
 
 def test_loading_a_tokenizer_imports_no_cost_report():
@@ -103,4 +106,4 @@ def test_help_imports_no_torch(command):
         "except SystemExit: pass\n"
         "assert not {'torch', 'transformers'} & {*sys.modules}"
     )
-    assert "usage: minimax-hybrid" in out
+    assert " ".join(["usage: minimax-hybrid", *command]) in out

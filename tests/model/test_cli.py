@@ -221,30 +221,6 @@ def test_no_prompt_at_all_is_told_and_not_waited_for(run, folder, monkeypatch):
     assert code == 2 and "not UTF-8" in err
 
 
-def _without_config(copy: Path) -> None:
-    (copy / "config.json").unlink()
-
-
-def _other_model(copy: Path) -> None:
-    (copy / "config.json").write_text('{"model_type": "llama"}')
-
-
-def _damaged_config(copy: Path) -> None:
-    (copy / "config.json").write_text("{")
-
-
-def _without_tokenizer(copy: Path) -> None:
-    (copy / "tokenizer.json").unlink()
-
-
-def _damaged_tokenizer(copy: Path) -> None:
-    (copy / "tokenizer.json").write_text("{}")
-
-
-def _without_weights(copy: Path) -> None:
-    (copy / "model.safetensors").unlink()
-
-
 def _short_weights(copy: Path) -> None:
     (copy / "model.safetensors").write_bytes((copy / "model.safetensors").read_bytes()[:-5])
 
@@ -257,12 +233,12 @@ def _larger_tokenizer(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_without_config, "holds no config.json"),
-        (_other_model, "describes a model of type 'llama'"),
-        (_damaged_config, "is no model's configuration"),
-        (_without_tokenizer, "holds no tokenizer (tokenizer.json)"),
-        (_damaged_tokenizer, "cannot be read"),
-        (_without_weights, "holds no weights"),
+        (lambda copy: (copy / "config.json").unlink(), "holds no config.json"),
+        (lambda copy: (copy / "config.json").write_text('{"model_type": "llama"}'), "of type 'llama'"),
+        (lambda copy: (copy / "config.json").write_text("{"), "is no model's configuration"),
+        (lambda copy: (copy / "tokenizer.json").unlink(), "holds no tokenizer (tokenizer.json)"),
+        (lambda copy: (copy / "tokenizer.json").write_text("{}"), "cannot be read"),
+        (lambda copy: (copy / "model.safetensors").unlink(), "holds no weights"),
         (_short_weights, "not a whole safetensors file"),
         (_larger_tokenizer, "the model has 5"),
     ],
@@ -307,7 +283,7 @@ def test_inspect_names_tensors_that_do_not_fit(run, copy):
 
 
 def test_inspect_of_a_config_alone_says_that_weights_are_absent(run, copy):
-    _without_weights(copy)
+    (copy / "model.safetensors").unlink()
     code, out, _ = run("inspect", copy)
     assert code == 1 and "holds no weights" in out and "parameters" in out
     code, out, err = run("inspect", copy / "absent")
@@ -478,10 +454,7 @@ def test_the_configuration_is_read_once(run, folder, monkeypatch):
     assert len(reads) == 1
 
 
-def test_help_of_every_command_is_there(run):
-    for name in ("generate", "inspect", "convert", "cost", "train"):
-        code, out, _ = run(name, "--help")
-        assert code == 0 and f"minimax-hybrid {name}" in out
+def test_a_command_is_asked_for(run):
     assert run()[0] == 2
 
 

@@ -39,6 +39,7 @@ GIVEN = {  # inputs, not results
     "softmax_layer_index",
     "lightning_last_layer_index",
 }
+GREEDY = dict(do_sample=False, return_dict_in_generate=True, output_logits=True)
 MASK_IGNORED = "_mask_ignored_by_softmax_layers"
 
 
@@ -135,13 +136,7 @@ def _slopes(language_model: nn.Module) -> dict[str, Tensor]:
 
 
 def _greedy(language_model: nn.Module, given: dict[str, Tensor], *, prompt: int) -> dict[str, Tensor]:
-    out = language_model.generate(
-        given["ids"][:, :prompt],
-        max_new_tokens=24,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    out = language_model.generate(given["ids"][:, :prompt], max_new_tokens=24, **GREEDY)
     return {
         f"greedy_{prompt}_tokens": out.sequences[0, prompt:],
         f"greedy_{prompt}_logits": torch.cat(out.logits),
@@ -159,14 +154,7 @@ def _in_two_pieces(language_model: nn.Module, given: dict[str, Tensor]) -> dict[
 def _padded(language_model: nn.Module, given: dict[str, Tensor]) -> dict[str, Tensor]:
     ids, mask = given["leftpad_ids"], given["leftpad_mask"]
     left = language_model(ids, attention_mask=mask).logits[:, -8:]
-    out = language_model.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=8,
-        do_sample=False,
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    out = language_model.generate(ids, attention_mask=mask, max_new_tokens=8, **GREEDY)
     state = current_state_of(out.past_key_values, int(given["lightning_layer_index"]))
     ids, mask = given["rightpad_ids"], given["rightpad_mask"]
     labels = ids.masked_fill(mask == 0, -100)

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny import LIGHTNING, V, assert_close, current_state_of, left_padded, model, prefilled, tokens
 from torch import Tensor
 
 from minimax_hybrid import HybridCache, MiniMaxM1ForCausalLM
 
-NET = model()
 ATTENTION = ["sdpa", "eager"]
+NETS = {attention: model(attn_implementation=attention) for attention in ATTENTION}
+NET = NETS["sdpa"]
 
 
 def positions(lengths: list[int]) -> Tensor:
@@ -73,21 +74,20 @@ def test_a_document_reaches_no_other_through_live_routers() -> None:
     assert_close(found[:, 5:], wanted[:, 5:])
 
 
+def assert_each_alone(
+    found: Tensor, ids: Tensor, lengths: list[int], net: MiniMaxM1ForCausalLM = NET
+) -> None:
+    """Logits (1, T, V) of packed documents are those of each document in a call of its own."""
+    for document, part in zip(ids.split(lengths, 1), found.split(lengths, 1), strict=True):
+        assert_close(part, logits(document, net))
+
+
 @pytest.mark.parametrize("attention", ATTENTION)
-def test_packed_documents_are_each_alone(attention: str) -> None:
-    net, lengths = model(attn_implementation=attention), [5, 1, 13, 64, 65]
-    ids = tokens(1, sum(lengths))
-    found = logits(ids, net, position_ids=positions(lengths))
-    for document, row in zip(ids.split(lengths, 1), found.split(lengths, 1), strict=True):
-        assert_close(row, logits(document, net))
-
-
-@given(st.lists(st.integers(1, 80), min_size=1, max_size=5))
-def test_any_lengths_pack(lengths: list[int]) -> None:
-    ids = tokens(1, sum(lengths))
-    found = logits(ids, position_ids=positions(lengths))
-    for document, row in zip(ids.split(lengths, 1), found.split(lengths, 1), strict=True):
-        assert_close(row, logits(document))
+@given(lengths=st.lists(st.integers(1, 80), min_size=1, max_size=5))
+@example(lengths=[5, 1, 13, 64, 65])
+def test_packed_documents_are_each_alone(attention: str, lengths: list[int]) -> None:
+    net, ids = NETS[attention], tokens(1, sum(lengths))
+    assert_each_alone(logits(ids, net, position_ids=positions(lengths)), ids, lengths, net)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -108,9 +108,7 @@ def test_several_rows_can_be_packed_each_in_its_own_way() -> None:
     ids = tokens(3, 19)
     found = logits(ids, position_ids=torch.cat([positions(lengths) for lengths in rows]))
     for row, lengths in enumerate(rows):
-        parts = zip(ids[row : row + 1].split(lengths, 1), found[row : row + 1].split(lengths, 1), strict=True)
-        for document, part in parts:
-            assert_close(part, logits(document))
+        assert_each_alone(found[row : row + 1], ids[row : row + 1], lengths)
 
 
 def test_one_row_of_positions_serves_every_row() -> None:

@@ -36,6 +36,10 @@ def log(folder: Path, kind: str | None = None) -> list[dict]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
+def judged(verify: Callable[[str], float]) -> Task:
+    return lambda rng, level: Problem("bcd" + rng.choice("bcdef"), verify)
+
+
 def weights(run: Trainer) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in run.model.state_dict().items()}
 
@@ -218,7 +222,7 @@ def test_a_verifier_that_always_raises_trains_on_nothing(tmp_path: Path, error: 
     def broken(text: str) -> float:
         raise error
 
-    run = trainer(tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), broken), batches=1)
+    run = trainer(tmp_path, task=judged(broken), batches=1)
     before = weights(run)
     run.evaluate = lambda: 0.0
     run.train()
@@ -228,9 +232,7 @@ def test_a_verifier_that_always_raises_trains_on_nothing(tmp_path: Path, error: 
 
 
 def test_a_reward_that_is_not_finite_is_refused_by_row_and_the_batch_is_kept(tmp_path: Path) -> None:
-    run = trainer(
-        tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), lambda text: float("nan"))
-    )
+    run = trainer(tmp_path, task=judged(lambda text: float("nan")))
     run.evaluate = lambda: 0.0
     with pytest.raises(ValueError, match="rewards of responses \\[0, 1, .*unscored.jsonl"):
         run.train()
@@ -243,9 +245,7 @@ def test_a_reward_that_stops_a_later_draw_keeps_the_responses_of_the_earlier_one
     def judge(text: str) -> float:
         return 0.5 if next(calls) < 16 else float("nan")
 
-    run = trainer(
-        tmp_path, task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), judge), dynamic_sampling=3
-    )
+    run = trainer(tmp_path, task=judged(judge), dynamic_sampling=3)
     run.evaluate = lambda: 0.0
     with pytest.raises(ValueError, match="are not finite"):
         run.train()
@@ -255,14 +255,8 @@ def test_a_reward_that_stops_a_later_draw_keeps_the_responses_of_the_earlier_one
 
 
 def test_groups_whose_spread_is_clipped_away_are_drawn_anew(tmp_path: Path) -> None:
-    lengthy = trainer(
-        tmp_path,
-        task=lambda rng, level: Problem("bcd" + rng.choice("bcdef"), lambda text: 2.0 + len(text)),
-        batches=1,
-        dynamic_sampling=2,
-        reward_range=(0.0, 1.0),
-    )
-    lengthy.train()
+    lengthy = judged(lambda text: 2.0 + len(text))
+    trainer(tmp_path, task=lengthy, batches=1, dynamic_sampling=2, reward_range=(0.0, 1.0)).train()
     (batch,) = log(tmp_path, "batch")
     assert (batch["responses"], batch["trained"]) == (48, 0)
 
@@ -333,14 +327,8 @@ def test_the_window_grows_when_both_indicators_say_so(tmp_path: Path) -> None:
 
 def test_replayed_routing_and_the_other_objectives_run(tmp_path: Path) -> None:
     for name, objective in (("dapo", DAPO()), ("grpo", GRPO()), ("reinforce", REINFORCE())):
-        trainer(
-            tmp_path / name,
-            batches=1,
-            objective=objective,
-            replay_routing=True,
-            reward_range=(0.0, 0.5),
-            repetition_run=3,
-        ).train()
+        options = dict(replay_routing=True, reward_range=(0.0, 0.5), repetition_run=3)
+        trainer(tmp_path / name, batches=1, objective=objective, **options).train()
         first = log(tmp_path / name, "update")[0]
         assert first["rollout_log_ratio_max"] < 1e-4
 
