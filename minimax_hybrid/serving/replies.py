@@ -176,27 +176,27 @@ async def reply_events(
     reply: Reply, generation: Generation, choices: Sequence[Choice], tally: Tally, *, include_usage: bool
 ) -> AsyncIterator[str]:
     """The reply as server-sent events. What goes wrong on the way is an event too."""
+    head = json.dumps(reply.model_dump(exclude={"choices", "usage"}), ensure_ascii=False)[:-1]
+
+    def event(choices: list[dict[str, Any]]) -> str:
+        return f'data: {head}, "choices": {json.dumps(choices, ensure_ascii=False)}}}\n\n'
+
     try:
         for choice in choices:
             if isinstance(choice, ChatChoice):
-                yield _event(reply, [choice.opening()])
+                yield event([choice.opening()])
         async for which, update in generation:
             tally.add(which, update)
             piece = choices[which].feed(update)
             if piece is not None:
-                yield _event(reply, [piece])
+                yield event([piece])
     except ApiError as error:
         yield f"data: {json.dumps(error.body())}\n\n"
         return
     if include_usage:
         reply.usage = tally.usage()
-        yield _event(reply, [])
+        yield f"data: {reply.model_dump_json()}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _event(reply: Reply, choices: list[dict[str, Any]]) -> str:
-    content = reply.model_dump(exclude_none=True) | {"choices": choices}
-    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
 def _finish_reason(update: Update) -> str | None:
