@@ -1,6 +1,7 @@
 """Log-probabilities without logits: the definition's values and gradients in little memory; FP32 head."""
 
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from minimax_kernels.log_probs.reference import token_log_probs_reference
 
 CHUNKS = [1, 100, 1024, 100_000]
 MiB = 2**20
+with_entropy = partial(token_log_probs, entropy=True)
 
 
 def inputs(N: int = 9, V: int = 130, M: int = 16, *, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -41,16 +43,11 @@ def test_any_chunk_gives_the_definition_in_value_and_gradients(
     hidden, weight, targets = inputs(dtype=dtype)
     targets[3] = -100
 
-    def chunked(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(
-            *leaves, temperature=0.7, entropy=True, token_chunk=token_chunk, vocab_chunk=vocab_chunk
-        )
-
+    chunked = partial(with_entropy, temperature=0.7, token_chunk=token_chunk, vocab_chunk=vocab_chunk)
     found = with_gradients(chunked, hidden, weight, targets)
     exact = with_gradients(
-        lambda *leaves: token_log_probs_reference(*leaves, temperature=0.7),
-        hidden.double(), weight.double(), targets,
-    )  # fmt: skip
+        partial(token_log_probs_reference, temperature=0.7), hidden.double(), weight.double(), targets
+    )
     step = torch.finfo(dtype).eps if dtype != torch.float32 else 0
     for value, true, tolerance in zip(found, exact, (1e-6, 1e-6, 1e-5, 1e-5), strict=True):
         # a gradient has its input's type, so it is off by up to half a step of that type
@@ -112,9 +109,7 @@ def test_temperature_divides_the_logits() -> None:
 def test_ignored_rows_give_zero_and_pass_nothing_on_even_when_they_are_not_finite() -> None:
     hidden, weight, targets = inputs()
     hidden[2], targets[2] = float("nan"), -100
-    log_probs, entropy, dhidden, dweight = with_gradients(
-        lambda *leaves: token_log_probs(*leaves, entropy=True), hidden, weight, targets
-    )
+    log_probs, entropy, dhidden, dweight = with_gradients(with_entropy, hidden, weight, targets)
     assert log_probs[2] == 0 and entropy[2] == 0 and not dhidden[2].any()
     assert all(x.isfinite().all() for x in (log_probs, entropy, dhidden, dweight))
 
@@ -122,9 +117,8 @@ def test_ignored_rows_give_zero_and_pass_nothing_on_even_when_they_are_not_finit
 @pytest.mark.parametrize("N", [0, 4])
 def test_no_row_that_counts_still_gives_gradients_of_zero(N: int) -> None:
     hidden, weight, targets = inputs(N)
-    log_probs, entropy, dhidden, dweight = with_gradients(
-        lambda *leaves: token_log_probs(*leaves, entropy=True), hidden, weight, torch.full_like(targets, -100)
-    )
+    nothing = torch.full_like(targets, -100)
+    log_probs, entropy, dhidden, dweight = with_gradients(with_entropy, hidden, weight, nothing)
     assert log_probs.shape == entropy.shape == (N,)
     assert not any(x.any() for x in (log_probs, entropy, dhidden, dweight))
 
@@ -140,7 +134,7 @@ def test_leading_dimensions_are_kept() -> None:
 def test_large_logits_do_not_overflow() -> None:
     hidden, weight, targets = inputs()
     log_probs, entropy, dhidden, _ = with_gradients(
-        lambda *leaves: token_log_probs(*leaves, entropy=True, vocab_chunk=7), hidden * 1e4, weight, targets
+        partial(with_entropy, vocab_chunk=7), hidden * 1e4, weight, targets
     )
     exact = token_log_probs_reference(hidden.double() * 1e4, weight.double(), targets)[0]
     torch.testing.assert_close(log_probs.double(), exact, rtol=1e-6, atol=1e-3)
@@ -148,25 +142,17 @@ def test_large_logits_do_not_overflow() -> None:
 
 
 def test_autocast_changes_nothing() -> None:
-    hidden, weight, targets = inputs()
-
-    def run(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(*leaves, entropy=True)
-
-    outside = with_gradients(run, hidden, weight, targets)
+    given = inputs()
+    outside = with_gradients(with_entropy, *given)
     with torch.autocast("cpu", torch.bfloat16):
-        inside = with_gradients(run, hidden, weight, targets)
+        inside = with_gradients(with_entropy, *given)
     assert all(torch.equal(a, b) for a, b in zip(inside, outside, strict=True))
 
 
 @pytest.mark.parametrize("token_chunk", [1, 100, 1024])
 def test_a_vocabulary_of_200064_gives_the_definition(token_chunk: int) -> None:
     hidden, weight, targets = inputs(8, 200_064, 8)
-
-    def chunked(*leaves: Tensor) -> tuple[Tensor, Tensor]:
-        return token_log_probs(*leaves, entropy=True, token_chunk=token_chunk)
-
-    found = with_gradients(chunked, hidden, weight, targets)
+    found = with_gradients(partial(with_entropy, token_chunk=token_chunk), hidden, weight, targets)
     exact = with_gradients(token_log_probs_reference, hidden.double(), weight.double(), targets)
     for value, true, tolerance in zip(found, exact, (1e-6, 1e-6, 1e-5, 1e-5), strict=True):
         torch.testing.assert_close(value.double(), true, rtol=1e-6, atol=tolerance)
@@ -205,7 +191,7 @@ class Memory(TorchDispatchMode):
 def test_the_memory_probe_sees_what_the_plain_form_needs() -> None:
     hidden, weight, targets = inputs(64, 5000, 8)
     with Memory() as memory:
-        with_gradients(lambda *leaves: token_log_probs_reference(*leaves), hidden, weight, targets)
+        with_gradients(token_log_probs_reference, hidden, weight, targets)
     assert memory.largest == 64 * 5000 * 4 and memory.peak > 3 * memory.largest
 
 

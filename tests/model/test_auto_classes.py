@@ -46,13 +46,6 @@ def test_the_auto_classes_build_the_models_whatever_is_imported_first(imports):
     run_python(f"{imports}\n{SIZES}{MODEL}")
 
 
-def test_auto_config_alone_knows_the_model_types():
-    run_python(
-        "import minimax_hybrid; from transformers import AutoConfig\n"
-        "assert type(AutoConfig.for_model('minimax_m1')).__name__ == 'MiniMaxM1Config'"
-    )
-
-
 def test_a_checkpoint_of_the_package_loads_through_the_auto_class(tiny_folder):
     run_python(
         "import minimax_hybrid; from transformers import AutoModelForCausalLM\n"
@@ -68,34 +61,30 @@ def tiny_folder(tmp_path_factory):
     return folder
 
 
-def test_importing_the_package_imports_neither_torch_nor_transformers():
-    run_python(
+CLAIMS = {
+    "AutoConfig alone knows the model types":
+        "import minimax_hybrid; from transformers import AutoConfig\n"
+        "assert type(AutoConfig.for_model('minimax_m1')).__name__ == 'MiniMaxM1Config'",
+    "the package and its command line import neither torch nor transformers":
         "import sys, minimax_hybrid, minimax_hybrid.cli\n"
-        "assert not {'torch', 'transformers'} & {*sys.modules}"
-    )
-
-
-def test_importing_the_objective_imports_neither_transformers_nor_the_model():
-    run_python(
+        "assert not {'torch', 'transformers'} & {*sys.modules}",
+    "objective and advantages import neither transformers nor the model":
         "import sys, minimax_hybrid.rl.advantages, minimax_hybrid.rl.objective\n"
-        "assert not {'transformers', 'minimax_hybrid.model'} & {*sys.modules}"
-    )
-
-
-def test_loading_a_tokenizer_imports_no_cost_report():
-    run_python(
+        "assert not {'transformers', 'minimax_hybrid.model'} & {*sys.modules}",
+    "loading a tokenizer imports no cost report":
         "import sys, minimax_hybrid.text\n"
-        "assert not [name for name in sys.modules if name.startswith('minimax_hybrid.cost')]"
-    )
-
-
-def test_every_public_name_is_there_and_no_other():
-    run_python(
+        "assert not [name for name in sys.modules if name.startswith('minimax_hybrid.cost')]",
+    "every public name is there and no other":
         "import minimax_hybrid\n"
         "assert {*minimax_hybrid.__all__} <= {*dir(minimax_hybrid)}\n"
         "assert all(getattr(minimax_hybrid, name).__name__ == name for name in minimax_hybrid.__all__)\n"
-        "assert not hasattr(minimax_hybrid, 'absent')"
-    )
+        "assert not hasattr(minimax_hybrid, 'absent')",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_in_a_new_process(claim):
+    run_python(CLAIMS[claim])
 
 
 @pytest.mark.parametrize("command", [[], ["generate"], ["inspect"], ["convert"], ["cost"], ["train"]])

@@ -102,26 +102,6 @@ def test_each_mean_is_the_one_it_is_named_for() -> None:
     assert losses(mixed, normaliser=(20.0, 8.0)) == pytest.approx(0.25 * 0.5 + 0.75 * 0.5)
 
 
-def test_micro_batches_with_one_normaliser_give_the_whole_batch() -> None:
-    first = policy_loss(
-        torch.tensor([[-1.0, math.nan]]),
-        torch.tensor([[-1.0, 0.0]]),
-        torch.ones(1),
-        torch.tensor([[True, False]]),
-        CISPO(ratio_max=5.0),
-        normaliser=4,
-    )
-    second = policy_loss(
-        torch.full((1, 3), -3.0),
-        torch.full((1, 3), -3.0),
-        torch.ones(1),
-        torch.ones(1, 3),
-        CISPO(ratio_max=5.0),
-        normaliser=4,
-    )
-    assert (first + second).item() == pytest.approx(2.5)
-
-
 @pytest.mark.parametrize("hidden", [math.nan, math.inf, -math.inf])
 def test_what_the_mask_hides_leaks_nowhere(hidden: float) -> None:
     log_probs = torch.tensor([[-1.0, hidden], [hidden, hidden], [-2.0, -0.5]], requires_grad=True)
