@@ -103,13 +103,17 @@ def without_autocast(x: Tensor) -> AbstractContextManager:
     return torch.autocast(device, enabled=False)
 
 
-class full_float32:
+def full_float32(x: Tensor) -> AbstractContextManager:
     """A context in which products of float32 on x's device are IEEE float32, and types stay as we chose them.
 
     A trainer's tf32=True, or set_float32_matmul_precision("high"), is for the model's other products; under
-    it a head or router would compute with 10 bits of mantissa.
+    it a head or router would compute with 10 bits of mantissa. A compiled graph keeps the setting that it is
+    traced under.
     """
+    return without_autocast(x) if tracing() else _FullFloat32(x)
 
+
+class _FullFloat32(AbstractContextManager):
     def __init__(self, x: Tensor):
         self._autocast = without_autocast(x)
         backends: Any = torch.backends  # torch has no annotation for mkldnn's
@@ -118,10 +122,9 @@ class full_float32:
 
     def __enter__(self) -> None:
         self._autocast.__enter__()
-        if not torch.compiler.is_compiling():  # a compiled graph keeps the setting it is traced under
-            self._before = self._backend.fp32_precision
-            if self._before != "ieee":
-                self._backend.fp32_precision = "ieee"
+        self._before = self._backend.fp32_precision
+        if self._before != "ieee":
+            self._backend.fp32_precision = "ieee"
 
     def __exit__(self, *error: Any) -> None:
         if self._before != "ieee":
