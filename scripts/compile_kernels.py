@@ -81,18 +81,21 @@ def compile_all(dtype: str, D: int) -> list[Row]:
         compiled.setdefault(built.hash, row)
 
     triton_forward.launch = triton_segments.launch = triton_decode.launch = record
-    H, T = 2, 2 * triton_segments.SEGMENTS[0]
+    H, T = 2, 2 * triton_segments.SEGMENT_LENGTHS[0]
     x = torch.empty(1, T, H, D, dtype=getattr(torch, dtype))
     log_decay, state = torch.zeros(H), torch.empty(1, H, D, D)
     for packed in (None, torch.tensor([0, T], dtype=torch.int32)):
-        for segment in (0, triton_segments.SEGMENTS[0]):
+        for segment_length in (0, triton_segments.SEGMENT_LENGTHS[0]):
             for memory in (None, state):
-                name = f"{'dense' if packed is None else 'packed'} {'segments' if segment else 'one pass'}"
+                layout = "dense" if packed is None else "packed"
+                name = f"{layout} {'segments' if segment_length else 'one pass'}"
                 name += " from zero" * (memory is None)
                 call = f"forward, {name}"
-                _, _, starts = triton_forward.forward(x, x, x, log_decay, memory, packed, segment=segment)
+                _, _, starts = triton_forward.forward(
+                    x, x, x, log_decay, memory, packed, segment_length=segment_length
+                )
                 call = f"backward, {name}"
-                backward(x, x, x, log_decay, memory, starts, packed, x, memory, segment=segment)
+                backward(x, x, x, log_decay, memory, starts, packed, x, memory, segment_length=segment_length)
     call = "decode"
     one = x[:, :1]
     triton_decode.decode_triton(one, one, one, log_decay, BlockMemory.empty(one, one))

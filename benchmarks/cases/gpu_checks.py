@@ -21,7 +21,7 @@ from minimax_kernels import (
 from minimax_kernels.lightning.chunked import chunked
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward
-from minimax_kernels.lightning.triton_segments import SEGMENTS
+from minimax_kernels.lightning.triton_segments import SEGMENT_LENGTHS
 
 from ..harness.measure import device
 
@@ -58,7 +58,7 @@ def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
     """Outputs and gradients, dense and packed, in one pass and in segments, against float64."""
     found = []
     decays = DECAYS[1:3] if small else DECAYS
-    H, T = len(decays), 150 if small else SEGMENTS[-1] + 200
+    H, T = len(decays), 150 if small else SEGMENT_LENGTHS[-1] + 200
     log_decay = -torch.tensor(decays, device=device())
     packed = cu_seqlens_from_lengths(torch.tensor([70, 0, 1, T - 80])).to(device())
     for packing, S, cu_seqlens in (("dense", 1, None), ("packed", 4, packed)):
@@ -66,10 +66,10 @@ def values(dtype: torch.dtype, D: int, *, small: bool = False) -> list[Finding]:
         state, dlast = (normal(S, H, D, D, seed=seed) for seed in (4, 5))
         args = q, k, v, log_decay, state
         exact = exact_results(args, cu_seqlens, dout, dlast)
-        for segment in (0, 64 if small else SEGMENTS[-1]):
-            out, last, starts = forward(*args, cu_seqlens, segment=segment)
-            gradients = backward(*args, starts, cu_seqlens, dout, dlast, segment=segment)
-            way = "segments" if segment else "one pass"
+        for segment_length in (0, 64 if small else SEGMENT_LENGTHS[-1]):
+            out, last, starts = forward(*args, cu_seqlens, segment_length=segment_length)
+            gradients = backward(*args, starts, cu_seqlens, dout, dlast, segment_length=segment_length)
+            way = "segments" if segment_length else "one pass"
             for name, result, wanted in zip(RESULTS, (out, last, *gradients), exact, strict=True):
                 error = relative(result, wanted, heads=1 if name in ("last", "dstate") else 2)
                 check = f"{name}: {_name(dtype)}, D = {D}, {packing}, {way}"

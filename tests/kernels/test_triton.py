@@ -25,19 +25,20 @@ if not find_spec("triton"):
 from minimax_kernels.lightning.triton_backward import backward
 from minimax_kernels.lightning.triton_forward import forward, sweep
 from minimax_kernels.lightning.triton_operator import lightning
-from minimax_kernels.lightning.triton_segments import cut, segment_length
+from minimax_kernels.lightning.triton_segments import choose_segment_length, partition
 from minimax_kernels.lightning.triton_tile import FLOAT, HALF, Tile
 
 pytestmark = pytest.mark.skipif("triton" not in available(), reason="needs a GPU or Triton's interpreter")
 TILES = sorted({*HALF.values(), *FLOAT.values()}, key=repr)
 
 
-def by_hand(inputs: LightningInputs, *, segment: int) -> dict[str, Tensor]:
-    """Forward and backward below the operator, where the cut into segments can be chosen."""
+def by_hand(inputs: LightningInputs, *, segment_length: int) -> dict[str, Tensor]:
+    """Forward and backward below the operator, where the length of segments can be chosen."""
     state, cu_seqlens = inputs.state, inputs.cu_seqlens
     args = inputs.q, inputs.k, inputs.v, inputs.log_decay, state
-    out, last, starts = forward(*args, cu_seqlens, segment=segment)
-    dq, dk, dv, dstate = backward(*args, starts, cu_seqlens, inputs.dout, inputs.dlast, segment=segment)
+    out, last, starts = forward(*args, cu_seqlens, segment_length=segment_length)
+    gradients = backward(*args, starts, cu_seqlens, inputs.dout, inputs.dlast, segment_length=segment_length)
+    dq, dk, dv, dstate = gradients
     return {"out": out, "last": last, "dq": dq, "dk": dk, "dv": dv, "dstate": dstate}
 
 
@@ -45,23 +46,23 @@ def by_hand(inputs: LightningInputs, *, segment: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_segments_meet_the_definition(device: str, lengths: list[int] | None, dtype: torch.dtype) -> None:
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, spare=5, dtype=dtype, device=device)
-    assert_within_budget(by_hand(inputs, segment=128), inputs)
+    assert_within_budget(by_hand(inputs, segment_length=128), inputs)
 
 
 @pytest.mark.parametrize("lengths", [None, [300, 0, 131]], ids=["dense", "packed"])
 def test_segments_differ_from_one_pass_by_rounding_only(device: str, lengths: list[int] | None) -> None:
     inputs = lightning_inputs(B=2, T=300, H=1, lengths=lengths, device=device)
-    whole = by_hand(inputs, segment=0)
-    for name, value in by_hand(inputs, segment=128).items():
+    whole = by_hand(inputs, segment_length=0)
+    for name, value in by_hand(inputs, segment_length=128).items():
         assert (value - whole[name]).norm() <= 2e-7 * whole[name].norm(), name
 
 
 @given(sizes=st.lists(st.integers(0, 40), min_size=1, max_size=6), spare=st.integers(0, 40))
-def test_pieces_tile_every_sequence_in_order(sizes: list[int], spare: int) -> None:
+def test_segments_tile_every_sequence_in_order(sizes: list[int], spare: int) -> None:
     cu_seqlens = torch.tensor([0, *sizes]).cumsum(0)
-    pieces = cut(1, sum(sizes) + spare, cu_seqlens, 16)
-    bounds, first = pieces.bounds.tolist(), pieces.first.tolist()
-    assert len(bounds) == pieces.count + 1 and bounds[-1] == sum(sizes)
+    segments = partition(1, sum(sizes) + spare, cu_seqlens, 16)
+    bounds, first = segments.bounds.tolist(), segments.first.tolist()
+    assert len(bounds) == segments.count + 1 and bounds[-1] == sum(sizes)
     for s, size in enumerate(sizes):
         start = int(cu_seqlens[s])
         cuts = bounds[first[s] : first[s + 1] + 1]
@@ -83,7 +84,7 @@ def test_pieces_tile_every_sequence_in_order(sizes: list[int], spare: int) -> No
 )
 def test_segments_are_chosen_by_shape_alone(T: int, H: int, S: int, wanted: int) -> None:
     x = torch.empty(1, T, H, 128, dtype=torch.bfloat16, device="meta")
-    assert segment_length(x, x, S) == wanted
+    assert choose_segment_length(x, x, S) == wanted
 
 
 @pytest.mark.slow
@@ -103,18 +104,18 @@ def test_a_long_call_of_few_heads_takes_segments_by_itself(device: str, lengths:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize("T", [64, 130])
-def test_every_tile_gives_the_same_rows(device: str, tile: Tile, dtype: torch.dtype, T: int) -> None:
+def test_every_tile_gives_the_same_outputs(device: str, tile: Tile, dtype: torch.dtype, T: int) -> None:
     if device == "cuda" and dtype == torch.float32 and tile.C == 64:
         pytest.skip("float32 is not offered with this tile: its operands do not fit into registers")
     inputs = lightning_inputs(B=1, T=T, H=1, Dk=64, Dv=64, dtype=dtype, device=device)
     chunked = lightning_attention(
         *(x.float() for x in (inputs.q, inputs.k, inputs.v)), inputs.log_decay, initial_state=inputs.state
     )
-    pieces = cut(1, T, None, 0)
-    found = torch.empty_like(inputs.v), pieces.new_states(inputs.k, inputs.v)
+    segments = partition(1, T, None, 0)
+    found = torch.empty_like(inputs.v), segments.new_states(inputs.k, inputs.v)
     sweep(
-        inputs.q, inputs.k, inputs.v, inputs.log_decay, pieces,
-        state=inputs.state, out=found[0], last=found[1], tile=tile,
+        inputs.q, inputs.k, inputs.v, inputs.log_decay, segments,
+        state=inputs.state, out=found[0], final_state=found[1], tile=tile,
     )  # fmt: skip
     allowed = 1e-6 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for value, expected in zip(found, chunked, strict=True):
@@ -122,14 +123,14 @@ def test_every_tile_gives_the_same_rows(device: str, tile: Tile, dtype: torch.dt
 
 
 def test_a_full_tile_is_as_exact_as_float32_when_its_operands_are(device: str) -> None:
-    """The 64-row tile of the 16-bit types, run on float32, shows its formula without their rounding."""
+    """The 16-bit types' tile of 64 positions, run on float32, shows its formula without their rounding."""
     if device == "cuda":
         pytest.skip("float32 is not offered with this tile")
     inputs = lightning_inputs(B=2, T=200, H=2, Dk=32, Dv=32, device=device)
-    pieces = cut(2, 200, None, 0)
-    found = torch.empty_like(inputs.v), pieces.new_states(inputs.k, inputs.v)
-    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, pieces
-    sweep(*args, state=inputs.state, out=found[0], last=found[1], tile=HALF[128])
+    segments = partition(2, 200, None, 0)
+    found = torch.empty_like(inputs.v), segments.new_states(inputs.k, inputs.v)
+    args = inputs.q, inputs.k, inputs.v, inputs.log_decay, segments
+    sweep(*args, state=inputs.state, out=found[0], final_state=found[1], tile=HALF[128])
     expected = exact_results(inputs)
     for value, name in zip(found, ("out", "last"), strict=True):
         assert (value - expected[name]).norm() <= 1e-6 * expected[name].norm()

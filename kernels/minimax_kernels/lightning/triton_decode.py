@@ -1,7 +1,7 @@
 """One token for every sequence, by replaying its open block with the forward's own tile.
 
-Two launches. `replay_kernel` folds a full block into the state, then computes the new row; `append_kernel`
-writes the row and the count down afterwards: all heads and column tiles of a sequence must have read them.
+Two launches. `replay_kernel` folds a full block into the state, then computes the new output; `append_kernel`
+writes key, value and count down afterwards: all heads and column tiles of a sequence must have read them.
 Nothing is read back to the host and no launch depends on data, so a step can be captured in a CUDA graph.
 """
 
@@ -121,7 +121,7 @@ def replay_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One sequence, one head, BV columns of v: fold a full block, then compute the tile with the row."""
+    """One sequence, one head, BV columns of v: fold a full block, then compute the new token's tile."""
     columns = tl.cdiv(Dv, BV)
     program = tl.program_id(0)
     h = (program // columns % H).to(tl.int64)
@@ -194,7 +194,7 @@ def append_kernel(
     BK: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """One sequence, one head: write the new k and v rows down, and how many rows are held now."""
+    """One sequence, one head: write the new k and v into the caches, and the new count."""
     h = (tl.program_id(0) % H).to(tl.int64)
     b = (tl.program_id(0) // H).to(tl.int64)
     position = tl.load(position_ptr + b)

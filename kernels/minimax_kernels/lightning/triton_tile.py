@@ -1,13 +1,13 @@
 """The tile: what one block of C positions reads from the memory and leaves in it. All kernels build on it.
 
-With rate = log2(e) * log_decay, the state before the block and n rows held (README.md derives it):
+With rate = log2(e) * log_decay, the state before the block and n positions filled (README.md derives it):
 
     read:  out[i] = 2^(rate (i+1)) q[i] @ state + sum_{j <= i} 2^(rate (i-j)) (q[i] . k[j]) v[j]
     fold:  state  = 2^(rate n) state + sum_j 2^(rate (n-1-j)) outer(k[j], v[j])
 
 REVERSE runs the same sums backwards in time, as gradients of k and v need them: j >= i, and the weights of
-reading and folding change places. Rows past n hold zeros. No exponent that counts is above 0, so any decay
-is safe. Products take operands of the input's type and add in float32; the state stays float32.
+reading and folding change places. Positions past n are zeros. No exponent that counts is above 0, so any
+decay is safe. Products take operands of the input's type and add in float32; the state stays float32.
 """
 
 from dataclasses import dataclass, replace
@@ -29,7 +29,8 @@ class Tile:
     stages: int  # depth of the load pipeline
 
 
-# 16-bit: 64 rows fill one wgmma; wider tiles or a third stage spill registers or leave one program per SM.
+# 16-bit: 64 positions fill one wgmma; wider tiles or a third stage spill registers, or leave one program
+# per SM.
 HALF = {128: Tile(C=64, BV=64, warps=4, stages=2), 256: Tile(C=64, BV=32, warps=4, stages=2)}
 # float32 runs on FMA units: short tiles, so that operands of `product` fit into registers.
 FLOAT = {128: Tile(C=16, BV=32, warps=8, stages=2), 256: Tile(C=16, BV=16, warps=8, stages=2)}
@@ -53,11 +54,11 @@ def tile_for(dtype: torch.dtype, Dk: int, Dv: int) -> Tile:
 
 
 @triton.jit
-def read_block(q, k, v, state, rows, rate, REVERSE: tl.constexpr):
+def read_block(q, k, v, state, n, rate, REVERSE: tl.constexpr):
     """Outputs (C, BV) of one block, float32."""
     C: tl.constexpr = q.shape[0]
     i = tl.arange(0, C).to(tl.float32)  # as integers they cost registers
-    steps = tl.maximum(rows - 1 - i, 0) if REVERSE else i + 1
+    steps = tl.maximum(n - 1 - i, 0) if REVERSE else i + 1
     distance = i[None, :] - i[:, None] if REVERSE else i[:, None] - i[None, :]
     # The memory's share comes first: with the scores first, registers spill.
     out = read_state(q, state) * tl.exp2(rate * steps)[:, None]
@@ -78,12 +79,12 @@ def read_state(q, state):
 
 
 @triton.jit
-def fold_block(k, v, state, rows, rate, REVERSE: tl.constexpr):
-    """The state (BK, BV) after one block of which `rows` are held."""
+def fold_block(k, v, state, n, rate, REVERSE: tl.constexpr):
+    """The state (BK, BV) after one block of which n are filled."""
     i = tl.arange(0, k.shape[0]).to(tl.float32)
-    steps = i + 1 if REVERSE else tl.maximum(rows - 1 - i, 0)
+    steps = i + 1 if REVERSE else tl.maximum(n - 1 - i, 0)
     faded = v.to(tl.float32) * tl.exp2(rate * steps)[:, None]
-    return product(tl.trans(k), faded.to(k.dtype), state * tl.exp2(rate * rows))
+    return product(tl.trans(k), faded.to(k.dtype), state * tl.exp2(rate * n))
 
 
 @triton.jit
