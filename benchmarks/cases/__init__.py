@@ -24,6 +24,7 @@ CASES = {
     "passkey": "passkey",
     "agreement": "agreement",
     "gpu": "gpu",
+    "serving": "serving",
     "figure1": "figure1",
     "policy_addition": "policy_addition",
     "policy_objectives": "policy_objectives",
