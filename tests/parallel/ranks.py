@@ -19,7 +19,7 @@ def run_on_ranks(function: Callable[..., None], *arguments: str, ranks: int = 2,
     """What the ranks printed.
 
     Raises:
-        AssertionError: a rank failed, with the end of what they printed; or the time ran out.
+        AssertionError: a rank failed, with what they printed; or the time ran out.
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)),
@@ -42,7 +42,7 @@ def run_on_ranks(function: Callable[..., None], *arguments: str, ranks: int = 2,
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    assert process.returncode == 0, printed[-6000:]
+    assert process.returncode == 0, printed[-60000:]
     return printed
 
 

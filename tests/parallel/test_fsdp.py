@@ -4,6 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from ranks import run_on_ranks
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -33,6 +37,15 @@ def by_plain_loop(model: MiniMaxM1ForCausalLM) -> MiniMaxM1ForCausalLM:
     return model
 
 
+def by_accelerate(model: MiniMaxM1ForCausalLM) -> nn.Module:
+    """What accelerate does to a model under FSDP2; a CPU has no other way to it."""
+    accelerator = Accelerator(cpu=True)
+    AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=True
+    )
+    return fsdp2_prepare_model(accelerator, model)
+
+
 def tokens() -> tuple[Tensor, list[Tensor]]:
     """Four sequences (4, 40), and the two that each of two ranks has."""
     torch.manual_seed(0)
@@ -52,7 +65,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def same_as_one_process(how: str, head: str) -> None:
-    sharding = {"plain_loop": by_plain_loop, "shard": shard}[how]
+    sharding = {"plain_loop": by_plain_loop, "shard": shard, "accelerate": by_accelerate}[how]
     one = load(wide_head=head == "wide")
     model = sharding(load(wide_head=head == "wide"))
     parts = tokens()[1]
@@ -111,7 +124,7 @@ def idle_experts() -> None:
 
 
 @pytest.mark.parametrize("head", ["narrow", "wide"])
-@pytest.mark.parametrize("how", ["plain_loop", "shard"])
+@pytest.mark.parametrize("how", ["plain_loop", "shard", "accelerate"])
 def test_logits_log_probs_tokens_and_gradients_equal_one_process(how: str, head: str) -> None:
     run_on_ranks(same_as_one_process, how, head)
 
