@@ -9,10 +9,12 @@ are put side by side. With sequences of 3 and 5 tokens:
 
 from collections.abc import Iterator, Sequence
 from copy import copy
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from minimax_kernels import BlockMemory
 
@@ -20,9 +22,9 @@ from ..cache import HybridCache, LightningCacheLayer, SoftmaxCacheLayer
 from ..config import MiniMaxM1Config
 
 
-def empty_cache(config: MiniMaxM1Config) -> HybridCache:
+def empty_cache(model: PreTrainedModel) -> HybridCache:
     """Nothing is taken back here, so lightning layers keep one block of keys and values, the least."""
-    return HybridCache(config, max_rollback=1)
+    return HybridCache(cast(MiniMaxM1Config, model.config), max_rollback=1)
 
 
 def join(caches: Sequence[HybridCache]) -> HybridCache:
@@ -60,11 +62,10 @@ def place(batch: HybridCache, slot: int, cache: HybridCache) -> None:
     """Overwrite sequence `slot` with the one of `cache`, which is no longer than the batch."""
     T, length = batch.get_seq_length(), cache.get_seq_length()
     for layer, source in zip(batch.layers, cache.layers, strict=True):
-        if isinstance(layer, LightningCacheLayer):
-            for x, new in zip(layer.stored, source.stored, strict=True):
+        for x, new in zip(_parts(layer), _parts(source), strict=True):
+            if isinstance(layer, LightningCacheLayer):
                 x[slot] = new[0]
-        else:
-            for x, new in ((layer.keys, source.keys), (layer.values, source.values)):
+            else:
                 x[slot, :, : T - length] = 0
                 x[slot, :, T - length :] = new[0]
     if batch.token_mask is None and length < T:
@@ -80,12 +81,6 @@ def cache_bytes(cache: HybridCache) -> int:
     return sum(x.nbytes for x in _tensors(cache))
 
 
-def position_bytes(config: MiniMaxM1Config, dtype: torch.dtype) -> int:
-    """Bytes of one cached position in all softmax layers."""
-    softmax = sum(map(bool, config.attn_type_list))
-    return softmax * 2 * config.num_key_value_heads * config.head_dim * dtype.itemsize
-
-
 def _mask(cache: HybridCache, T: int) -> Tensor:
     """(B, T) bool with the padding that makes it T positions."""
     some, length = _some_tensor(cache), cache.get_seq_length()
@@ -98,16 +93,10 @@ def _mask(cache: HybridCache, T: int) -> Tensor:
 def _joined_layer(
     layers: Sequence[LightningCacheLayer | SoftmaxCacheLayer], T: int
 ) -> LightningCacheLayer | SoftmaxCacheLayer:
-    first = layers[0]
+    first, parts = layers[0], list(zip(*map(_parts, layers), strict=True))
     if isinstance(first, LightningCacheLayer):
-        parts = [layer.stored for layer in layers]
-        return _lightning(
-            BlockMemory(*(torch.cat(x) for x in zip(*parts, strict=True))), first.max_rollback, T
-        )
-    keys, values = (
-        torch.cat([pad(x, (0, 0, T - x.shape[2], 0)) for x in tensors])
-        for tensors in ([layer.keys for layer in layers], [layer.values for layer in layers])
-    )
+        return _lightning(BlockMemory(*map(torch.cat, parts)), first.max_rollback, T)
+    keys, values = (torch.cat([pad(x, (0, 0, T - x.shape[2], 0)) for x in tensors]) for tensors in parts)
     return _softmax(keys, values)
 
 
@@ -119,17 +108,26 @@ def _mapped(
     length = cache.get_seq_length() if columns is None else int(columns.sum())
     found.layers, found.token_mask = [], token_mask
     for layer in cache.layers:
+        parts = _parts(layer)
+        if isinstance(layer, SoftmaxCacheLayer) and columns is not None:
+            # the last columns are a view, and nothing is copied twice
+            tail = bool(columns[-length:].all())
+            parts = tuple(x[:, :, -length:] if tail else x[:, :, columns.to(x.device)] for x in parts)
+        chosen = [x[sequences.to(x.device)] for x in parts]
         if isinstance(layer, LightningCacheLayer):
-            memory = layer.stored.map(lambda x: x[sequences.to(x.device)])
-            found.layers.append(_lightning(memory, layer.max_rollback, length))
+            found.layers.append(_lightning(BlockMemory(*chosen), layer.max_rollback, length))
         else:
-            kept = (layer.keys, layer.values)
-            if columns is not None:
-                # the last columns are a view, and nothing is copied twice
-                tail = bool(columns[-length:].all())
-                kept = tuple(x[:, :, -length:] if tail else x[:, :, columns.to(x.device)] for x in kept)
-            found.layers.append(_softmax(*(x[sequences.to(x.device)] for x in kept)))
+            found.layers.append(_softmax(*chosen))
     return found
+
+
+def _parts(layer: LightningCacheLayer | SoftmaxCacheLayer) -> tuple[Tensor, ...]:
+    """What a layer that has seen something holds: its block memory, or keys and values."""
+    if isinstance(layer, LightningCacheLayer):
+        assert layer.stored is not None
+        return tuple(layer.stored)
+    assert layer.keys is not None and layer.values is not None
+    return layer.keys, layer.values
 
 
 def _lightning(memory: BlockMemory, max_rollback: int, length: int) -> LightningCacheLayer:
@@ -146,11 +144,7 @@ def _softmax(keys: Tensor, values: Tensor) -> SoftmaxCacheLayer:
 
 
 def _tensors(cache: HybridCache) -> Iterator[Tensor]:
-    for layer in cache.layers:
-        if isinstance(layer, LightningCacheLayer):
-            yield from layer.stored or ()
-        elif layer.is_initialized:
-            yield from (layer.keys, layer.values)
+    return (x for layer in cache.layers if layer.is_initialized for x in _parts(layer))
 
 
 def _some_tensor(cache: HybridCache) -> Tensor:

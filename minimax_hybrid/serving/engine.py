@@ -20,7 +20,7 @@ from ..cache import HybridCache
 from .batch import Batch
 from .prefill import Prefiller
 from .prefix_cache import PrefixCache, Snapshot
-from .requests import Request, Result, Stats, Update, seed_of
+from .requests import FinishReason, Request, Result, Stats, Update, check, seed_of
 from .sampling import choose
 from .scheduler import Running, Scheduler
 from .text_stream import TextStream
@@ -177,8 +177,10 @@ class Engine:
         )
 
     def _submit(self, request: Request, *, stream_text: bool) -> int:
-        self._check(request)
         sampling = request.sampling
+        check(request, vocab_size=self.model.config.vocab_size)
+        if sampling.stop and self.tokenizer is None:
+            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_token_ids")
         text = None if self.tokenizer is None else TextStream(self.tokenizer, sampling.stop)
         new = Running(
             self._next_id,
@@ -191,18 +193,6 @@ class Engine:
         self.scheduler.add(new)
         self._next_id += 1
         return new.id
-
-    def _check(self, request: Request) -> None:
-        V, sampling = self.model.config.vocab_size, request.sampling
-        if not request.prompt:
-            raise ValueError("the prompt is empty: the first token needs one before it")
-        given = {*request.prompt, *sampling.forbidden_tokens}
-        if foreign := sorted(token for token in given if not 0 <= token < V):
-            raise ValueError(f"tokens {foreign[:10]} are outside the vocabulary of {V}; check the tokenizer")
-        if len(set(sampling.forbidden_tokens)) >= V:
-            raise ValueError("forbidden_tokens are the whole vocabulary; leave one to choose")
-        if sampling.stop and self.tokenizer is None:
-            raise ValueError("stop texts need a tokenizer; give the engine one, or use stop_token_ids")
 
     @torch.no_grad()
     def _advance(self) -> list[Update]:
@@ -246,7 +236,7 @@ class Engine:
             return []
         members, logits, caches = [], [], []
         for job in jobs:
-            assert job.cache is not None and job.logits is not None
+            assert job.logits is not None
             for one in job.members:
                 one.versions = job.versions
                 one.routed_experts = list(job.routed_experts)
@@ -294,7 +284,7 @@ class Engine:
         cache: HybridCache = self.batch.cache_of(one)
         self.prefixes.insert(cached, Snapshot(len(cached), cache, routed_experts=experts))
 
-    def _lose(self, one: Running, reason: str) -> None:
+    def _lose(self, one: Running, reason: FinishReason) -> None:
         update = one.update()
         update.finish_reason = reason
         self._pending.append(update)

@@ -34,8 +34,8 @@ class Prefill:
 
     prompt: list[int]
     wants_experts: bool
-    members: list[Running] = field(default_factory=list)
-    cache: HybridCache | None = None
+    cache: HybridCache
+    members: list[Running]
     done: int = 0
     border: int = 0
     shared: bool = False
@@ -75,13 +75,13 @@ class Prefiller:
                 job.members.append(new)
                 new.cached_prompt_tokens = len(prompt)
                 return
-        job = Prefill(prompt, experts, [new])
+        job = Prefill(prompt, experts, empty_cache(self.model), [new])
         self.jobs.append(job)
         found, common = self.prefixes.lookup(prompt, routed_experts=experts)
         if found is not None:
             job.cache, job.done, job.shared, job.versions = found.cache, found.length, True, (version,)
             job.logits = found.logits
-            job.routed_experts = [found.routed_experts] if experts else []
+            job.routed_experts = [] if found.routed_experts is None else [found.routed_experts]
             new.cached_prompt_tokens = found.length
         border = common // BLOCK * BLOCK
         job.border = border if job.done < border < len(prompt) else 0
@@ -143,8 +143,8 @@ class Prefiller:
 
     def _cache_for(self, jobs: Sequence[Prefill]) -> HybridCache:
         """A cache that may be written into."""
-        if not jobs[0].done:
-            return empty_cache(self.model.config)
         if len(jobs) == 1 and not jobs[0].shared:
             return jobs[0].cache
+        if not jobs[0].done:
+            return empty_cache(self.model)
         return join([job.cache for job in jobs])

@@ -189,3 +189,17 @@ class Stats:
 def seed_of(sampling: GenerationParams) -> int:
     """The request's own seed, or one from torch's global generator."""
     return int(torch.randint(2**62, ())) if sampling.seed is None else sampling.seed
+
+
+def check(request: Request, *, vocab_size: int) -> None:
+    """Raise a ValueError for a request that no model with this vocabulary can serve."""
+    sampling = request.sampling
+    if not request.prompt:
+        raise ValueError("the prompt is empty: the first token needs one before it")
+    given = {*request.prompt, *sampling.forbidden_tokens}
+    if foreign := sorted(token for token in given if not 0 <= token < vocab_size):
+        raise ValueError(
+            f"tokens {foreign[:10]} are outside the vocabulary of {vocab_size}; check the tokenizer"
+        )
+    if len(set(sampling.forbidden_tokens)) >= vocab_size:
+        raise ValueError("forbidden_tokens are the whole vocabulary; leave one to choose")

@@ -63,8 +63,10 @@ def choose(
     packed = torch.cat([tokens.double(), finite[:, None].double(), *(x.double() for x in of_token)], dim=1)
     tops = _top(log_probs, params)
     return [
-        Choice(int(token) if sound else None, *values, top)
-        for (token, sound, *values), top in zip(packed.tolist(), tops, strict=True)
+        Choice(int(token) if sound else None, log_prob, sampled_log_prob, probability, top)
+        for (token, sound, log_prob, sampled_log_prob, probability), top in zip(
+            packed.tolist(), tops, strict=True
+        )
     ]
 
 

@@ -24,14 +24,13 @@ class TextStream:
         """The rest, once no more tokens come."""
         return "" if self.stopped else self._released(self._new_text(whole=True), whole=True)
 
-    def whole(self, tokens: Sequence[int]) -> str:
+    def whole(self, tokens: list[int]) -> str:
         """The text of all tokens at once, for an answer that was not streamed."""
-        return self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _new_text(self, *, whole: bool) -> str:
         before, after = (
-            self.tokenizer.decode(ids, skip_special_tokens=True)
-            for ids in (self._ids[self._begin : self._decoded], self._ids[self._begin :])
+            self.whole(ids) for ids in (self._ids[self._begin : self._decoded], self._ids[self._begin :])
         )
         # a character may need several tokens; until they are there it decodes to U+FFFD
         if len(after) <= len(before) or after.endswith("\ufffd") and not whole:
