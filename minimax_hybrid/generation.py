@@ -1,6 +1,7 @@
 """Generation: what the model adds to transformers' `generate`.
 
 - the cache of a hybrid model, under the name the installed transformers uses;
+- prompts with padding behind their tokens: the state continues from the last token, wherever it lies;
 - the repetition stop of the M1 report (section 3.2): a sequence ends when 3,000 tokens in a row each had a
   probability above 0.99. transformers hands probabilities to a stopping criterion only on request, so the
   first logits processor keeps the last distribution and the criterion looks the chosen token up in it;
@@ -108,8 +109,9 @@ class HybridGenerationMixin(GenerationMixin):
         if mask is not None and mask.ndim == 2 and not bool((mask[:, -1] != 0).all()):
             wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
             raise ValueError(
-                f"sequences {wrong} end in padding, and generation continues from the last position; "
-                "pad on the left (tokenizer.padding_side = 'left')"
+                f"sequences {wrong} end in padding or are nothing else, and generation continues from the "
+                "last position; give attention_mask with each prompt's tokens and no cache, or pad on the left "
+                "(tokenizer.padding_side = 'left')"
             )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
@@ -140,6 +142,10 @@ class HybridGenerationMixin(GenerationMixin):
     ) -> Any:
         """transformers' `generate`, with the cache under either name and an optional repetition stop.
 
+        Prompts may be padded on either side if `attention_mask` says where: each gives the tokens that it
+        gives alone, and comes back as it was, padding included, followed by its new tokens. Padding on the
+        right is moved to the left meanwhile, so cache, scores and hidden states come back in that layout.
+
         Raises:
             ValueError: drafts longer than the cache can take back, or a repetition stop with beams or drafts.
         """
@@ -163,10 +169,18 @@ class HybridGenerationMixin(GenerationMixin):
             watcher = _LogitsWatcher(repetition_stop)
             logits_processor = LogitsProcessorList([watcher, *(logits_processor or [])])
             stopping_criteria = StoppingCriteriaList([*(stopping_criteria or []), repetition_stop])
-        return super().generate(
+        given = kwargs.get("input_ids") if inputs is None else inputs
+        order = _padding_first(kwargs.get("attention_mask"), kwargs.get(CACHE_NAME))
+        if order is not None:
+            inputs = None if inputs is None else _taken(inputs, order)
+            for name in ("input_ids", "inputs_embeds", "position_ids", "attention_mask"):
+                if kwargs.get(name) is not None:
+                    kwargs[name] = _taken(kwargs[name], order)
+        output = super().generate(
             inputs, generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn,
             synced_gpus, assistant_model, *args, **kwargs,
         )  # fmt: skip
+        return output if order is None or given is None else _with_prompts(output, given)
 
     def _check_drafts(
         self, setting: Callable[[str], Any], assistant: PreTrainedModel | None, cache: HybridCache | None
@@ -187,6 +201,36 @@ class HybridGenerationMixin(GenerationMixin):
                     f"{name} is {tokens}; the cache can take back drafts of at most {limit} tokens"
                 )
         return assistant is not None or drafts["prompt_lookup_num_tokens"] is not None
+
+
+def _padding_first(mask: Tensor | None, cache: HybridCache | None) -> Tensor | None:
+    """(B, T), for each sequence its columns with padding in front; None if no prompt ends in padding."""
+    continued = cache is not None and cache.get_seq_length() > 0
+    if mask is None or mask.ndim != 2 or continued or bool((mask[:, -1] != 0).all()):
+        return None
+    return (mask != 0).to(torch.int8).argsort(dim=1, stable=True)
+
+
+def _taken(x: Tensor, order: Tensor) -> Tensor:
+    """The positions of x (B or 1, T, ...) in another order (B, T)."""
+    if x.shape[1] != order.shape[1] or x.shape[0] not in (1, len(order)):
+        raise ValueError(
+            f"attention_mask is {tuple(order.shape)} and the prompt {tuple(x.shape)}; give one mask value "
+            "for each of its positions"
+        )
+    x, order = x.expand(len(order), *x.shape[1:]), order.to(x.device)
+    return x[torch.arange(len(order), device=x.device)[:, None], order]
+
+
+def _with_prompts(output: Any, prompts: Tensor) -> Any:
+    """What `generate` returned, with the prompts (B, T) as they were given."""
+    sequences = output if isinstance(output, Tensor) else output.sequences
+    prompts = prompts.to(sequences.device).repeat_interleave(len(sequences) // len(prompts), dim=0)
+    sequences = torch.cat([prompts, sequences[:, prompts.shape[1] :]], dim=1)
+    if isinstance(output, Tensor):
+        return sequences
+    output.sequences = sequences
+    return output
 
 
 def finish_reasons(

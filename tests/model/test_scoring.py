@@ -86,10 +86,10 @@ def test_what_cannot_be_honoured_is_refused(model, call, words):
         model(tokens(1), **call)
 
 
-def test_generation_from_right_padding_is_refused(model):
+def test_generation_from_no_token_is_refused(model):
     mask = torch.ones(2, 20, dtype=torch.long)
-    mask[1, 15:] = 0
-    with pytest.raises(ValueError, match=r"sequences \[1\] end in padding.*pad on the left"):
+    mask[1] = 0
+    with pytest.raises(ValueError, match=r"sequences \[1\] end in padding or are nothing else.*on the left"):
         model.generate(tokens(2), attention_mask=mask, max_new_tokens=2)
 
 
