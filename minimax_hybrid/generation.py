@@ -110,8 +110,8 @@ class HybridGenerationMixin(GenerationMixin):
             wrong = (mask[:, -1] == 0).nonzero().flatten().tolist()
             raise ValueError(
                 f"sequences {wrong} end in padding or are nothing else, and generation continues from the "
-                "last position; give attention_mask with each prompt's tokens and no cache, or pad on the left "
-                "(tokenizer.padding_side = 'left')"
+                "last position; give attention_mask with each prompt's tokens and no cache, or pad on the "
+                "left (tokenizer.padding_side = 'left')"
             )
         if model_kwargs.get(CACHE_NAME) is None and generation_config.use_cache is not False:
             model_kwargs[CACHE_NAME] = HybridCache(self.config)
