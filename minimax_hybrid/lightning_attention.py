@@ -17,6 +17,7 @@ from transformers.activations import ACT2FN
 
 from minimax_kernels import (
     BlockMemory,
+    attention_matrix,
     current_state,
     extend,
     extend_packed,
@@ -76,6 +77,11 @@ class LightningAttention(nn.Module):
         # a trace makes its own: what it would leave in the cache is no tensor with values
         constant = layer_log_decay.__wrapped__ if tracing() else layer_log_decay
         return constant(self.num_heads, self.layer_idx, self.num_layers, device=device)[self.heads]
+
+    def attention_matrix(self, x: Tensor) -> Tensor:
+        """The weights (B, H, T, T) of this layer's input x (B, T, M), unpadded: see the operator's."""
+        q, k, _ = self.project(x)
+        return attention_matrix(q, k, self.log_decay(x.device))
 
     def current_state(self, cache: HybridCache) -> Tensor | None:
         """The state (B, H, D, D) after the last cached position, None before the first."""

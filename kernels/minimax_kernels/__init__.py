@@ -6,6 +6,7 @@ from .head import fp32_linear
 from .lightning.extend import current_state, extend, extend_packed, fold, padded_lightning_attention
 from .lightning.interface import lightning_attention, lightning_decode
 from .lightning.memory import BLOCK, BlockMemory
+from .lightning.reference import attention_matrix
 from .log_probs.interface import token_log_probs
 from .log_probs.reference import IGNORED
 from .norm import rms_norm
@@ -15,6 +16,7 @@ __all__ = [
     "BLOCK",
     "BlockMemory",
     "IGNORED",
+    "attention_matrix",
     "cu_seqlens_from_lengths",
     "current_state",
     "extend",

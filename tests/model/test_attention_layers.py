@@ -4,13 +4,14 @@ import math
 
 import pytest
 import torch
-from tiny import assert_close, config, difference, left_padded, model, tokens
+from tiny import KINDS, LIGHTNING, assert_close, config, difference, left_padded, model, tokens
 from torch import Tensor, nn
 
 from minimax_hybrid.layers import RMSNorm, RotaryEmbedding, apply_rotary_emb, weighted_residual
 from minimax_hybrid.lightning_attention import LightningAttention, layer_log_decay
 from minimax_hybrid.sequences import SequenceMetadata
 from minimax_hybrid.softmax_attention import SoftmaxAttention
+from minimax_kernels import lightning_attention
 
 CPU = torch.device("cpu")
 
@@ -182,3 +183,25 @@ def test_every_attention_gives_the_same_logits(implementation: str) -> None:
     assert_close(found.logits[real], wanted.logits[real])
     rest = net(ids[:, 1:], attention_mask=mask, past_key_values=cache_found.cache)
     assert_close(rest.logits[real[:, 1:]], wanted.logits[:, 1:][real[:, 1:]])
+
+
+@torch.no_grad()
+def test_the_attention_matrix_of_a_lightning_layer_is_what_it_computes() -> None:
+    net = model()
+    layer = net.model.layers[LIGHTNING[0]].self_attn
+    x = torch.randn(2, 70, net.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    q, k, v = layer.project(x)
+    weights = layer.attention_matrix(x)
+    out, _ = lightning_attention(q, k, v, layer.log_decay(x.device))
+    assert_close((weights @ v.transpose(1, 2)).transpose(1, 2), out)
+    assert not weights.triu(1).any()
+
+
+@torch.no_grad()
+def test_attentions_have_one_entry_a_layer_and_none_where_attention_is_linear() -> None:
+    net = model()
+    net.set_attn_implementation("eager")
+    attentions = net(tokens(2, 9), output_attentions=True).attentions
+    shapes = [None if x is None else tuple(x.shape) for x in attentions]
+    heads = net.config.num_attention_heads
+    assert shapes == [(2, heads, 9, 9) if kind else None for kind in KINDS]

@@ -106,3 +106,15 @@ def test_a_factor_left_out_beside_others_is_warned_of():
         MiniMaxM1Config(
             num_hidden_layers=2, layernorm_full_attention_alpha=2.0, layernorm_linear_attention_alpha=2.0
         )
+
+
+@pytest.mark.parametrize("router", [False, True])
+def test_a_micro_batch_without_labels_changes_nothing(model: MiniMaxM1ForCausalLM, router: bool) -> None:
+    """Its loss is 0 and its gradients are 0, also where a trainer gives the number of labels in the batch."""
+    ids = torch.arange(1, 10)[None]
+    none = ids.new_full(ids.shape, -100)
+    loss = model(ids, labels=none, num_items_in_batch=16, output_router_logits=router).loss
+    model.zero_grad()
+    loss.backward()
+    assert loss.item() == 0
+    assert not any(p.grad is not None and p.grad.any() for p in model.parameters())

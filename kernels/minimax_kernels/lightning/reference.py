@@ -26,6 +26,25 @@ def recurrence(
     return torch.cat(outs, dim=1), torch.cat(states) if states else state
 
 
+def attention_matrix(q: Tensor, k: Tensor, log_decay: Tensor) -> Tensor:
+    """The weights (B, H, T, T) that `lightning_attention` gives to each earlier token, out = weights @ v.
+
+        weights[i, j] = exp(log_decay * (i - j)) * (q[i] . k[j])        for j <= i, else 0
+
+    Quadratic in T, and not normalised: for looking at a layer, not for computing it.
+
+    Args:
+        q, k: (B, T, H, Dk), already activated, of one sequence each.
+        log_decay: (H,) float, at most 0.
+    """
+    T = q.shape[1]
+    position = torch.arange(T, device=q.device)
+    distance = position[:, None] - position
+    decay = (log_decay[:, None, None] * distance.clamp(min=0)).exp()  # (H, T, T)
+    q, k = (x.transpose(1, 2).to(decay.dtype) for x in (q, k))
+    return (q @ k.mT * decay).masked_fill(distance < 0, 0)
+
+
 def decode(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, memory: BlockMemory) -> Tensor:
     """As `interface.lightning_decode`: fold a full block, append the token, run over the open block."""
     state, k_cache, v_cache, seqlens = memory
