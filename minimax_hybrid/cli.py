@@ -192,24 +192,17 @@ def _generate(args: argparse.Namespace) -> int:
     import torch
 
     from .chat import chat_text
-    from .config import read_config
     from .generation import RepetitionStop
-    from .text import DEMO, GenerationSettings, encode, generate_text, load_model, load_tokenizer
+    from .text import GenerationSettings, encode, generate_text
 
-    _quiet_transformers()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    folder = args.model or DEMO
-    config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config=config)
+    folder, config, tokenizer = _open_checkpoint(args)
     try:
         prompts = [encode(tokenizer, text) for text in given]
         opened = [chat_text(tokenizer, messages, add_generation_prompt=True) for messages in chats]
         prompts += [encode(tokenizer, text, special_tokens=False) for text in opened]
     except ValueError as error:
         raise UsageError(error) from error
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, config=config, dtype=args.dtype, device=device)
+    model = _load_model(args, folder, config)
     stop = None
     if args.repetition_stop is not None:
         stop = RepetitionStop(run=args.repetition_stop, threshold=args.repetition_threshold)
@@ -238,21 +231,11 @@ def _serve(args: argparse.Namespace) -> int:
         raise UsageError(f"--host {args.host} lets others in; give --api-key or --api-key-file as well")
     if find_spec("fastapi") is None or find_spec("uvicorn") is None:
         raise UsageError("serving needs FastAPI and uvicorn; pip install 'minimax-hybrid[serve]'")
-    import torch
-
-    from .config import read_config
     from .serving.engine import Engine
     from .serving.server import ServerSettings, serve
-    from .text import DEMO, load_model, load_tokenizer
 
-    _quiet_transformers()
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    folder = args.model or DEMO
-    config = read_config(folder)
-    tokenizer = load_tokenizer(folder, config=config)
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    model = load_model(folder, config=config, dtype=args.dtype, device=device)
+    folder, config, tokenizer = _open_checkpoint(args)
+    model = _load_model(args, folder, config)
     settings = ServerSettings(
         name=args.name or folder.resolve().name, host=args.host, port=args.port, api_key=key,
         max_length=min(args.max_length or config.max_position_embeddings, args.max_tokens),
@@ -261,6 +244,30 @@ def _serve(args: argparse.Namespace) -> int:
     engine = Engine(model, tokenizer, max_batch=args.max_batch, max_tokens=args.max_tokens)
     serve(engine, tokenizer, settings)
     return 0
+
+
+def _open_checkpoint(args: argparse.Namespace) -> tuple[Path, Any, Any]:
+    """Folder, config and tokenizer of --model, before its weights are read."""
+    import torch
+
+    from .config import read_config
+    from .text import DEMO, load_tokenizer
+
+    _quiet_transformers()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    folder = args.model or DEMO
+    config = read_config(folder)
+    return folder, config, load_tokenizer(folder, config=config)
+
+
+def _load_model(args: argparse.Namespace, folder: Path, config: Any) -> Any:
+    import torch
+
+    from .text import load_model
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_model(folder, config=config, dtype=args.dtype, device=device)
 
 
 def _is_this_machine(host: str) -> bool:

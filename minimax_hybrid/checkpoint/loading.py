@@ -125,7 +125,6 @@ def complete_load(model: nn.Module, info: dict[str, Any], plan: LoadPlan) -> Non
         return
     difference = plan.difference
     _fill_incomplete_stacks(model, plan.folder, plan.tensors, difference)
-    _widen_routers(model, difference)
     if difference:
         warnings.warn(
             f"{plan.folder} does not fit its config: what fits was loaded, the rest initialised\n  "
@@ -254,15 +253,6 @@ def _fill_incomplete_stacks(
             part_of_stack = {"w1": slice(0, half), "w3": slice(half, None), "w2": slice(None)}[which]
             with safe_open(folder / tensors[disk].file, "pt") as file:
                 stack[e, part_of_stack].copy_(file.get_tensor(disk))
-
-
-@torch.no_grad()
-def _widen_routers(model: nn.Module, difference: Mismatch) -> None:
-    """transformers keeps the routers it reads in float32, and makes absent ones in the model's type."""
-    for name in difference.missing:
-        if name.endswith("block_sparse_moe.gate.weight"):
-            router = model.get_parameter(name)
-            router.data = router.data.to(torch.promote_types(router.dtype, torch.float32))
 
 
 def _check_config(cls: type[PreTrainedModel], config: Any) -> None:
