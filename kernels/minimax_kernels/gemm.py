@@ -1,18 +1,23 @@
 """Dense matrix products, by the fastest way that plain PyTorch has on the device.
 
-PyTorch sends float32 products on a CPU to MKL. oneDNN, which it carries for bfloat16, is as exact and was 2
-to 3 times faster on an AMD EPYC (Zen 5), 2 threads, torch 2.13. Microseconds for a weight 2048 x 512 that is
-not in cache:
+PyTorch sends float32 products on a CPU to MKL. oneDNN, which it carries for bfloat16, is as exact; which
+of them is faster depends on who made the CPU: MKL keeps its best kernels for Intel. Microseconds for a weight
+2048 x 512 that is not in cache, torch 2.13, 2 threads:
 
-    x.shape[0]         1      2      8     64   4096
-    F.linear         252    386    378    828  47100
-    oneDNN            80    151    180    376  25000
-    (bfloat16)        82     73     86    198   8700     by oneDNN in either call
+    x.shape[0]                      1      2      8     64   4096
+    AMD EPYC (Zen 5)  F.linear    252    386    378    828  47100
+                      oneDNN       80    151    180    376  25000
+                      (bfloat16)   82     73     86    198   8700     by oneDNN in either call
+    Intel with AMX    F.linear    199    229      -   1012      equal
+                      oneDNN      230    389      -   6663      equal
 
-A call of oneDNN costs 10 us where one of MKL costs 2, so small products stay with MKL.
+So an Intel CPU stays with MKL. On others a call of oneDNN costs 10 us where one of MKL costs 2, so small
+products stay with MKL there too.
 """
 
+import platform
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,8 +68,22 @@ class _Linear(torch.autograd.Function):
 
 
 @cache
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+def _onednn_is_faster() -> bool:
+    has_onednn = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return has_onednn and not is_intel(cpu_description())
+
+
+def is_intel(description: str) -> bool:
+    """Whether a CPU that describes itself so has MKL's best kernels."""
+    return "GenuineIntel" in description
+
+
+def cpu_description() -> str:
+    """What names the CPU's maker: Linux' own text, elsewhere what Python knows (Windows: with the maker)."""
+    try:
+        return Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return platform.processor()
 
 
 def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
@@ -76,6 +95,6 @@ def _takes_onednn(x: Tensor, weight: Tensor) -> bool:
         and weight.is_cpu
         and type(x) in _PLAIN
         and type(weight) in _PLAIN
-        and _has_onednn()
+        and _onednn_is_faster()
         and not tracing()
     )
